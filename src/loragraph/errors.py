@@ -1,0 +1,126 @@
+"""Every error that a user of loragraph can cause.
+
+LoragraphError
+├─ ConfigError(ValueError)           a flag or an argument                         [field]
+├─ FormatError(ValueError)           a file is not what it says                    [path, where]
+│  ├─ GGUFError                        magic, version, truncated, overlap, bad type
+│  └─ AdapterFormatError               missing half, bad shape, bad metadata
+├─ UnsupportedError                  well-formed, but not implemented              [what]
+├─ AdapterMismatchError(ValueError)  the adapter does not fit this base            [adapter, tensor]
+├─ RequestError(ValueError)          the caller of a generation is wrong           [status, code, param]
+│  ├─ InvalidRequestError              400
+│  ├─ ContextLengthError               400 context_length_exceeded
+│  └─ ModelNotFoundError               404 model_not_found
+├─ LifecycleError(RuntimeError)      use after close, close while attached, two threads
+├─ CapacityError                     no cells, slots or places left                [status]
+└─ BackendError                      ggml failed, is missing or is of another version
+
+A message says expected, got, where, and then a hint.
+"""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+
+
+class LoragraphError(Exception):
+    """Base of all errors that a user can cause.
+
+    `hint` is one sentence on what to do; `str(error)` contains it in parentheses.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message} (hint: {hint})" if hint else message)
+
+
+class ConfigError(LoragraphError, ValueError):
+    """A flag or an argument has a value that cannot be used."""
+
+    def __init__(self, message: str, *, field: str = "", hint: str = "") -> None:
+        self.field = field
+        super().__init__(f"{field}: {message}" if field else message, hint=hint)
+
+
+class FormatError(LoragraphError, ValueError):
+    """A file is not what it says it is; `where` names the place in it."""
+
+    def __init__(
+        self, message: str, *, path: str | PathLike[str] = "", where: str = "", hint: str = ""
+    ) -> None:
+        self.path = fspath(path)
+        self.where = where
+        place = ": ".join(part for part in (self.path, where) if part)
+        super().__init__(f"{place}: {message}" if place else message, hint=hint)
+
+
+class GGUFError(FormatError):
+    """The container itself is damaged: magic, version, bounds, types."""
+
+
+class AdapterFormatError(FormatError):
+    """A readable GGUF file that is no well-formed LoRA adapter."""
+
+
+class UnsupportedError(LoragraphError):
+    """Well-formed input that loragraph has no implementation for."""
+
+    def __init__(self, message: str, *, what: str = "", hint: str = "") -> None:
+        self.what = what
+        super().__init__(message, hint=hint)
+
+
+class AdapterMismatchError(LoragraphError, ValueError):
+    """A well-formed adapter that does not fit the given base model."""
+
+    def __init__(
+        self, message: str, *, adapter: str = "", tensor: str = "", hint: str = ""
+    ) -> None:
+        self.adapter = adapter
+        self.tensor = tensor
+        super().__init__(f"{adapter}: {message}" if adapter else message, hint=hint)
+
+
+class RequestError(LoragraphError, ValueError):
+    """The caller asked for something that cannot be done; `status` is the HTTP status."""
+
+    status = 400
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str = "", hint: str = "") -> None:
+        self.param = param
+        super().__init__(message, hint=hint)
+
+
+class InvalidRequestError(RequestError):
+    """A field of a request has a wrong type or value."""
+
+
+class ContextLengthError(RequestError):
+    """The tokens do not fit into the context."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(RequestError):
+    """No model or adapter has the name asked for."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class LifecycleError(LoragraphError, RuntimeError):
+    """An object was used after its close, closed while in use, or used by two threads at once."""
+
+
+class CapacityError(LoragraphError):
+    """No cells, slots or queue places are left."""
+
+    status = 503
+
+
+class BackendError(LoragraphError):
+    """The native library is missing, of another version, or reported a failure."""
+
+    status = 500
