@@ -111,11 +111,14 @@ class Buffer(Handle):
     """A backend buffer: memory that tensors live in."""
 
     @classmethod
-    def allocate(cls, lib: Library, nbytes: int, buft: Any = None) -> Buffer:
-        """`nbytes` of zeroed host memory, or of the buffer type `buft`."""
+    def allocate(
+        cls, lib: Library, nbytes: int, buft: Any = None, *, clear: bool = True
+    ) -> Buffer:
+        """`nbytes` of host memory, or of the buffer type `buft`; zeroed unless told otherwise."""
         buft = lib.c.ggml_backend_cpu_buffer_type() if buft is None else buft
         buffer = cls(lib, lib.c.ggml_backend_buft_alloc_buffer(buft, max(nbytes, 1)), "buffer")
-        lib.c.ggml_backend_buffer_clear(buffer.ptr, 0)
+        if clear:
+            lib.c.ggml_backend_buffer_clear(buffer.ptr, 0)
         return buffer
 
     @classmethod
