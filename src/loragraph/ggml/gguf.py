@@ -249,9 +249,12 @@ def _regular_file_bytes(path: Path) -> int:
         raise GGUFError(
             f"expected at least {_MIN_BYTES} bytes of GGUF header, got {status.st_size}", path=path
         )
-    with path.open("rb") as file:
-        magic = file.read(4)
-        head = magic + file.read(60)
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as exc:
+        raise GGUFError(f"failed to open: {exc.strerror}", path=path) from exc
+    magic = head[:4]
     if magic == b"vers" and head.startswith(b"version https://git-lfs"):
         raise GGUFError("this is a Git-LFS pointer, not the file", path=path, hint="git lfs pull")
     if magic != b"GGUF":
