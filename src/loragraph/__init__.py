@@ -1,0 +1,3 @@
+"""One GGUF base model and any number of LoRA adapters in one process."""
+
+__all__: list[str] = []
