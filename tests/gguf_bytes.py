@@ -1,7 +1,8 @@
 """GGUF files as bytes: metadata and tensors in, one file's bytes out.
 
-Unlike gguf.GGUFWriter it writes what it is told, so wrong files come out too: repeated names, wrong
-counts, offsets outside the file, any value type. Constants and most quantisers are the gguf package's.
+Unlike gguf.GGUFWriter it writes what it is told, so wrong files come out too: repeated names,
+wrong counts, offsets outside the file, any value type. Constants and most quantisers are the gguf
+package's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from gguf.quants import quantize
 
 Array: TypeAlias = npt.NDArray[np.float32]
 Scalar: TypeAlias = str | bool | int | float | np.generic
-Value: TypeAlias = Scalar | Sequence[str] | Sequence[int] | Sequence[float] | npt.NDArray[np.generic]
+Value: TypeAlias = (
+    Scalar | Sequence[str] | Sequence[int] | Sequence[float] | npt.NDArray[np.generic]
+)
 Metadata: TypeAlias = Mapping[str, Value] | Sequence[tuple[str, Value]]
 
 _SCALAR_FORMATS = {

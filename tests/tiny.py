@@ -1,7 +1,7 @@
 """Tiny random models of the llama family and adapters for them, as GGUF, from a seed.
 
-Equal arguments give equal bytes. Weights are scaled so that activations stay near 1 and logits spread
-with a standard deviation of 1 to 3, so that errors and adapters are visible and nothing overflows.
+Equal arguments give equal bytes. Weights are scaled so that activations stay near 1 and logits
+spread with a standard deviation of 1 to 3: errors and adapters are visible, nothing overflows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class TinyLlama:
     n_ctx_train: int = 512
     rms_eps: float = 1e-5
     weight_type: GGMLQuantizationType = F32  # of all matrices
-    types: Mapping[str, GGMLQuantizationType] = field(default_factory=dict)  # by name, e.g. "output"
+    types: Mapping[str, GGMLQuantizationType] = field(
+        default_factory=dict
+    )  # by name, e.g. "output"
     vocab: Literal["spm", "bpe", "none"] = "spm"
     extra: Mapping[str, Value] = field(default_factory=dict)  # further or overriding metadata
     seed: int = 0
@@ -195,13 +197,11 @@ class TinyLlama:
         return Path(path)
 
     def write_split(self, folder: str | Path, n_files: int, stem: str = "tiny") -> list[Path]:
-        """Write `n_files` files named stem-00001-of-0000N.gguf; the first one holds the metadata."""
+        """Write files stem-00001-of-0000N.gguf; the first one holds the metadata."""
         tensors = self.raw_tensors()
         paths = []
         for index in range(n_files):
-            part = tensors[
-                len(tensors) * index // n_files : len(tensors) * (index + 1) // n_files
-            ]
+            part = tensors[len(tensors) * index // n_files : len(tensors) * (index + 1) // n_files]
             keys: dict[str, Value] = {
                 "split.no": np.uint16(index),
                 "split.count": np.uint16(n_files),

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ def _import_low_level() -> ModuleType:
 low = _import_low_level()
 
 _GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
-_LEVEL_NONE, _LEVEL_WARN, _LEVEL_ERROR, _LEVEL_CONT = 0, 3, 4, 5
+_LEVEL_ERROR = 4
 
 
 class LibllamaError(Exception):
@@ -41,7 +41,8 @@ class Log:
     libllama has one log sink per process: the innermost open Log gets it.
     """
 
-    _open: list[Log] = []  # the sink is process-wide in libllama, so its owner stack is too
+    # The sink is process-wide in libllama, so the stack of its owners is too.
+    _open: ClassVar[list[Log]] = []
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -48,9 +48,7 @@ def dequantised(
 
 def read_tensors(*paths: str | Path) -> dict[str, npt.NDArray[np.float32]]:
     """All tensors of the files (the parts of one split model) as f32, numpy order."""
-    return {
-        item.name: _values(item) for path in paths for item in GGUFReader(path, "r").tensors
-    }
+    return {item.name: _values(item) for path in paths for item in GGUFReader(path, "r").tensors}
 
 
 def _values(item: ReaderTensor) -> npt.NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """The llama family in float64 numpy, written to be read: the oracle for every number.
 
-It knows no cache, no batch and no ggml: a whole sequence goes in, logits come out. LoRA is applied at
-run time, with one scale per token if wanted, since a token carries its own adapters.
+It knows no cache, no batch and no ggml: a whole sequence goes in, logits come out. LoRA is applied
+at run time, with one scale per token if wanted, since a token carries its own adapters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ReferenceLlama:
     def _embed(self, tokens: Sequence[int], adapters: Sequence[Active]) -> Float:
         name = "token_embd.weight"
         ids = np.asarray(tokens)
-        x = self.weights[name][ids]
+        x: Float = self.weights[name][ids]
         for adapter, scale in adapters:
             if name in adapter.pairs:
                 a, b = adapter.pairs[name]
@@ -109,7 +109,7 @@ class ReferenceLlama:
 
     def _head(self, x: Float, adapters: Sequence[Active], tied_output: bool) -> Float:
         table = "token_embd.weight"
-        logits = x @ self.weights[table if self.tied else "output.weight"].T
+        logits: Float = x @ self.weights[table if self.tied else "output.weight"].T
         logits = logits + _low_rank("output.weight", x, adapters)
         if self.tied and tied_output:
             for adapter, scale in adapters:
@@ -129,7 +129,8 @@ class ReferenceLlama:
 
     def _norm(self, name: str, x: Float) -> Float:
         rms = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.rms_eps)
-        return x / rms * self.weights[f"{name}.weight"]
+        out: Float = x / rms * self.weights[f"{name}.weight"]
+        return out
 
 
 def _low_rank(name: str, x: Float, adapters: Sequence[Active]) -> Float:
