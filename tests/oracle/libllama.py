@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -101,7 +101,6 @@ class Libllama:
         n_ubatch: int = 512,
         use_mmap: bool = True,
         repack: bool = True,
-        n_seq_max: int = 1,
         vocab_only: bool = False,
     ) -> None:
         self._model: Any = None
@@ -118,8 +117,6 @@ class Libllama:
             params = low.llama_context_default_params()
             params.n_ctx = params.n_batch = n_ctx
             params.n_ubatch = n_ubatch
-            params.n_seq_max = n_seq_max
-            params.kv_unified = True
             params.n_threads = params.n_threads_batch = n_threads
             params.flash_attn_type = int(flash)
             params.type_k = params.type_v = _GGML_TYPES[kv_type]
@@ -193,6 +190,23 @@ class Libllama:
         self._adapters[handle] = pointer
         return handle
 
+    def adapter_metadata(self, handle: int) -> dict[str, str]:
+        """The adapter's keys that are no arrays, values as libllama prints them."""
+        pointer = self._adapters[handle]
+        return {
+            _text(low.llama_adapter_meta_key_by_index, pointer, index): _text(
+                low.llama_adapter_meta_val_str_by_index, pointer, index
+            )
+            for index in range(low.llama_adapter_meta_count(pointer))
+        }
+
+    def invocation_tokens(self, handle: int) -> list[int]:
+        """The tokens that switch an aLoRA on; none for a plain adapter."""
+        pointer = self._adapters[handle]
+        count = int(low.llama_adapter_get_alora_n_invocation_tokens(pointer))
+        tokens = low.llama_adapter_get_alora_invocation_tokens(pointer)
+        return [int(tokens[index]) for index in range(count)]
+
     def set_adapters(self, scales: Mapping[int, float]) -> None:
         """Make exactly these adapters (handle -> user scale) active for the tokens that follow."""
         count = len(scales)
@@ -210,8 +224,8 @@ class Libllama:
         low.llama_memory_clear(low.llama_get_memory(self._context), True)
         self._n_past = 0
 
-    def decode(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Append tokens to the sequence; their logits (n_tokens, n_vocab) f32, a copy."""
+    def decode(self, tokens: Sequence[int], *, last_only: bool = False) -> npt.NDArray[np.float32]:
+        """Append tokens to the sequence; logits (n_outputs, n_vocab) f32 of all or the last one."""
         count = len(tokens)
         batch = low.llama_batch_init(count, 0, 1)
         try:
@@ -221,7 +235,7 @@ class Libllama:
                 batch.pos[index] = self._n_past + index
                 batch.n_seq_id[index] = 1
                 batch.seq_id[index][0] = 0
-                batch.logits[index] = 1
+                batch.logits[index] = not last_only or index == count - 1
             with Log() as log:
                 status = low.llama_decode(self._context, batch)
         finally:
@@ -230,7 +244,8 @@ class Libllama:
             raise LibllamaError(f"llama_decode gave {status}: {log.error_text}")
         self._n_past += count
         pointer = low.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(pointer, shape=(count, self.n_vocab)).copy()
+        n_outputs = 1 if last_only else count
+        return np.ctypeslib.as_array(pointer, shape=(n_outputs, self.n_vocab)).copy()
 
     def logits(self, tokens: Sequence[int], chunk: int | None = None) -> npt.NDArray[np.float32]:
         """Logits (n_tokens, n_vocab) f32 of a fresh sequence, `chunk` tokens a decode."""
@@ -248,12 +263,20 @@ class Libllama:
     def greedy_logits(self, tokens: Sequence[int], n: int) -> npt.NDArray[np.float32]:
         """Logits (n, n_vocab) f32 at each of `n` greedy steps of a fresh sequence."""
         self.clear()
-        rows = [self.decode(tokens)[-1]]
+        rows = [self.decode(tokens, last_only=True)[0]]
         while len(rows) < n:
-            rows.append(self.decode([int(rows[-1].argmax())])[-1])
+            rows.append(self.decode([int(rows[-1].argmax())])[0])
         return np.stack(rows)
 
     @property
     def n_reused(self) -> int:
         """How many decodes reused the graph of the one before, since the context began."""
         return int(low.llama_perf_context(self._context).n_reused)
+
+
+def _text(read: Callable[..., int], pointer: Any, index: int) -> str:
+    buffer = ctypes.create_string_buffer(4096)
+    count = read(pointer, index, buffer, len(buffer))
+    if not 0 <= count < len(buffer):
+        raise LibllamaError(f"metadata {index}: {count} bytes")
+    return buffer.value.decode()

@@ -158,3 +158,25 @@ def test_nothing_reaches_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str
             oracle.load_adapter(tmp_path / "m.gguf")
     oracle.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_adapter_metadata_and_invocation_tokens(oracle: Libllama, tmp_path: Path) -> None:
+    """Metadata is read back as libllama prints it; a plain adapter has no invocation tokens."""
+    keys = {"adapter.lora.task_name": "sql", "adapter.lora.prompt_prefix": "SELECT "}
+    TinyAdapter(metadata=keys, invocation_tokens=[7, 8, 9]).write(tmp_path / "a.gguf", MODEL)
+    TinyAdapter().write(tmp_path / "b.gguf", MODEL)
+    first, second = (oracle.load_adapter(tmp_path / name) for name in ("a.gguf", "b.gguf"))
+    read = oracle.adapter_metadata(first)
+    assert read.items() >= keys.items()
+    assert read["adapter.lora.alpha"] == "8.000000"
+    assert oracle.invocation_tokens(first) == [7, 8, 9]
+    assert oracle.invocation_tokens(second) == []
+
+
+def test_last_output_alone(oracle: Libllama) -> None:
+    """Asking for the last token's logits alone gives the last row of all."""
+    whole = oracle.logits(TOKENS)
+    oracle.clear()
+    last = oracle.decode(TOKENS, last_only=True)
+    assert last.shape == (1, MODEL.n_vocab)
+    assert nmse(last[0], whole[-1]) <= 1e-12
