@@ -139,18 +139,20 @@ def gguf_bytes(
         len(pairs) if n_kv is None else n_kv,
     )
     head += b"".join(_string(key) + _typed_value(value) for key, value in pairs)
-    data = b""
+    data, n_bytes = [], 0
     for item in tensors:
-        offset = len(data) if item.offset is None else item.offset
+        offset = n_bytes if item.offset is None else item.offset
         head += _string(item.name) + struct.pack("<I", len(item.shape))
         head += struct.pack(f"<{len(item.shape)}Q", *reversed(item.shape))
         head += struct.pack("<IQ", item.type, offset)
-        data += _padded(item.data, alignment)
-    return _padded(head, alignment) + data
+        data.append(_padded(item.data, alignment))
+        n_bytes += len(data[-1])
+    return _padded(head, alignment) + b"".join(data)
 
 
 def _padded(data: bytes, alignment: int) -> bytes:
-    return data + bytes(-len(data) % alignment)
+    n_missing = -len(data) % alignment
+    return data + bytes(n_missing) if n_missing else data
 
 
 def _string(text: str) -> bytes:
