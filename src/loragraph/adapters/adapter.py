@@ -11,7 +11,7 @@ import math
 import struct
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
@@ -100,6 +100,7 @@ class Adapter:
         self._data: NDArray[np.uint8] | None = data
         self._lock = threading.Lock()
         self._attached: Counter[str] = Counter()
+        self._on_close: list[Callable[[Adapter], None]] = []
         self.digest = self._digest()
 
     def __repr__(self) -> str:
@@ -196,6 +197,14 @@ class Adapter:
                     hint="detach it there first",
                 )
             self._data = None
+            callbacks, self._on_close = self._on_close, []
+        for callback in callbacks:
+            callback(self)
+
+    def on_close(self, callback: Callable[[Adapter], None]) -> None:
+        """Calls `callback(self)` after close(): whoever keeps something made of the memory."""
+        with self._lock:
+            self._on_close.append(callback)
 
     def _text(self, key: str) -> str:
         value = self.metadata.get(key, "")

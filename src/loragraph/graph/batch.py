@@ -25,6 +25,15 @@ class Batch:
     mixes: tuple[Mix, ...]
     outputs: NDArray[np.int32]  # (n_outputs,) i32, ascending indices of tokens whose logits count
 
+    @classmethod
+    def of_one(
+        cls, tokens: NDArray[np.int32], first: int, mix: Mix, outputs: NDArray[np.int32]
+    ) -> Batch:
+        """Tokens of one sequence that fills its cells in order from `first`, all with one mix."""
+        places = np.arange(first, first + len(tokens))
+        none = np.zeros(len(tokens), np.int32)
+        return cls(tokens, places.astype(np.int32), places, none, (mix,), outputs)
+
     @property
     def n_tokens(self) -> int:
         """Tokens in the step."""

@@ -31,7 +31,7 @@ class InputSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the region, rounded up to the alignment."""
-        size = self.max_values * np.dtype(_DTYPES[self.type]).itemsize
+        size: int = self.max_values * np.dtype(_DTYPES[self.type]).itemsize
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -123,18 +123,25 @@ class ShrinkNode:
 
     function_name: ClassVar[str] = "loragraph_lowrank_shrink"
 
-    def __init__(self, step: LowrankStep, targets: Sequence[TargetPairs]) -> None:
-        n_in = targets[0].n_in
-        if any(target.n_in != n_in or target.token_table for target in targets):
-            raise ValueError(f"a shrink node expects targets that read one x of n_in {n_in}")
+    def __init__(self, step: LowrankStep, targets: Sequence[TargetPairs] = ()) -> None:
         self.step = step
-        self.targets = tuple(targets)
-        self._array = ffi.new("lowrank_target *[]", [target.struct for target in targets])
+        self.targets: tuple[TargetPairs, ...] = ()
         self._struct = ffi.new("lowrank_shrink_node *")
         self._struct.step = step.struct
+        for target in targets:
+            self.add_target(target)
+
+    def add_target(self, target: TargetPairs) -> int:
+        """One more target that reads the same x; gives its index. Not during a compute."""
+        n_in = self.targets[0].n_in if self.targets else target.n_in
+        if target.n_in != n_in or target.token_table:
+            raise ValueError(f"a shrink node expects targets that read one x of n_in {n_in}")
+        self.targets += (target,)
+        self._array = ffi.new("lowrank_target *[]", [one.struct for one in self.targets])
         self._struct.n_in = n_in
-        self._struct.n_targets = len(targets)
+        self._struct.n_targets = len(self.targets)
         self._struct.targets = self._array
+        return len(self.targets) - 1
 
     @property
     def struct(self) -> Any:

@@ -116,7 +116,8 @@ def _head_size(file: GGUFFile, arch: str, n_embd: int, n_head: int) -> int:
     )
     if n_k != n_v:
         raise UnsupportedError(
-            f"{file.path}: K heads of {n_k} and V heads of {n_v} values", what="unlike K and V heads"
+            f"{file.path}: K heads of {n_k} and V heads of {n_v} values",
+            what="unlike K and V heads",
         )
     return n_k
 
@@ -160,7 +161,9 @@ def _rope(file: GGUFFile, arch: str, n_embd_head: int, n_ctx_train: int, mode: i
             path=file.path,
             where=f"{arch}.rope.freq_base",
         )
-    freq_scale = 1.0 if factor == 0.0 or kind == "none" else float(np.float32(1) / np.float32(factor))
+    freq_scale = (
+        1.0 if factor == 0.0 or kind == "none" else float(np.float32(1) / np.float32(factor))
+    )
     yarn = kind == "yarn"
     attn_factor = file.real(f"{arch}.rope.scaling.attn_factor", default=1.0)
     return Rope(
