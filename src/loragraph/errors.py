@@ -7,7 +7,7 @@ LoragraphError
 │  └─ AdapterFormatError               missing half, bad shape, bad metadata
 ├─ UnsupportedError                  well-formed, but not implemented              [what]
 ├─ AdapterMismatchError(ValueError)  the adapter does not fit this base            [adapter, tensor]
-├─ RequestError(ValueError)          the caller of a generation is wrong       [status, code, param]
+├─ RequestError(ValueError)          the caller of a generation is wrong           [status, param]
 │  ├─ InvalidRequestError              400
 │  ├─ ContextLengthError               400 context_length_exceeded
 │  └─ ModelNotFoundError               404 model_not_found

@@ -1,0 +1,225 @@
+"""Owners of native memory. Each frees what it owns in close() or at the end of its `with`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.errors import BackendError, LifecycleError
+from loragraph.ggml.lib import GGML_STATUS, Library
+
+F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
+"""Numbers of the ggml types that the code names (ggml.h, enum ggml_type)."""
+
+_USAGE_WEIGHTS, _USAGE_COMPUTE = 1, 2
+_NUMPY = {F32: np.float32, F16: np.float16, I32: np.int32, I64: np.int64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A ggml tensor with the facts that checks need; borrowed from the context that made it."""
+
+    ptr: Any
+    type: int
+    ne: tuple[int, int, int, int]
+    name: str = ""
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name or '?'}, type {self.type}, {list(self.ne)})"
+
+
+class Handle:
+    """Base of the owners: one native pointer, freed once."""
+
+    def __init__(self, lib: Library, ptr: Any, what: str) -> None:
+        if ptr == lib.ffi.NULL:
+            raise BackendError(f"ggml could not make a {what}: no memory")
+        self.lib = lib
+        self._what = what
+        self._ptr: Any = ptr
+
+    @property
+    def ptr(self) -> Any:
+        """The native pointer; LifecycleError after close."""
+        if self._ptr is None:
+            raise LifecycleError(f"a {self._what} was used after its close")
+        return self._ptr
+
+    def close(self) -> None:
+        """Frees the native object; a second call does nothing."""
+        ptr, self._ptr = self._ptr, None
+        if ptr is not None:
+            self._free(ptr)
+
+    def _free(self, ptr: Any) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorContext(Handle):
+    """A ggml context without data: room for `max_tensors` tensors and a graph of `max_nodes`."""
+
+    def __init__(self, lib: Library, max_tensors: int, max_nodes: int = 0) -> None:
+        size = max_tensors * lib.c.ggml_tensor_overhead()
+        if max_nodes:
+            size += lib.c.ggml_graph_overhead_custom(max_nodes, False)
+        params = lib.ffi.new("struct ggml_init_params *", [size, lib.ffi.NULL, True])
+        super().__init__(lib, lib.c.ggml_init(params[0]), "context")
+        self.max_tensors = max_tensors
+        self.n_tensors = 0
+
+    def claim(self, n: int = 1) -> Any:
+        """The pointer, for making `n` more tensors; raises where ggml would abort."""
+        if self.n_tensors + n > self.max_tensors:
+            raise BackendError(
+                f"a context for {self.max_tensors} tensors is full: the node budget is too small"
+            )
+        self.n_tensors += n
+        return self.ptr
+
+    def new_tensor(self, type_: int, ne: Sequence[int], name: str = "") -> Tensor:
+        """A tensor without data, of `type_` and up to four sizes `ne`."""
+        if not 1 <= len(ne) <= 4 or min(ne) < 1:
+            raise BackendError(f"tensor '{name}': expected one to four sizes >= 1, got {list(ne)}")
+        if ne[0] % self.lib.c.ggml_blck_size(type_):
+            raise BackendError(
+                f"tensor '{name}': {ne[0]} is no multiple of the block size of type {type_}"
+            )
+        ptr = self.lib.c.ggml_new_tensor(self.claim(), type_, len(ne), list(ne))
+        if name:
+            self.lib.c.ggml_set_name(ptr, name.encode()[:63])
+        full = (*ne, 1, 1, 1)
+        return Tensor(ptr, type_, (full[0], full[1], full[2], full[3]), name)
+
+    def _free(self, ptr: Any) -> None:
+        self.lib.c.ggml_free(ptr)
+
+
+class Buffer(Handle):
+    """A backend buffer: memory that tensors live in."""
+
+    @classmethod
+    def allocate(
+        cls, lib: Library, nbytes: int, buft: Any = None, *, clear: bool = True
+    ) -> Buffer:
+        """`nbytes` of host memory, or of the buffer type `buft`; zeroed unless told otherwise."""
+        buft = lib.c.ggml_backend_cpu_buffer_type() if buft is None else buft
+        buffer = cls(lib, lib.c.ggml_backend_buft_alloc_buffer(buft, max(nbytes, 1)), "buffer")
+        if clear:
+            lib.c.ggml_backend_buffer_clear(buffer.ptr, 0)
+        return buffer
+
+    @classmethod
+    def for_tensors(cls, ctx: TensorContext, buft: Any = None) -> Buffer:
+        """A buffer that holds all tensors of `ctx` which have no memory yet."""
+        lib = ctx.lib
+        buft = lib.c.ggml_backend_cpu_buffer_type() if buft is None else buft
+        return cls(lib, lib.c.ggml_backend_alloc_ctx_tensors_from_buft(ctx.ptr, buft), "buffer")
+
+    @classmethod
+    def mapped(cls, lib: Library, address: int, nbytes: int) -> Buffer:
+        """A buffer over memory that somebody else owns (a mapped file); page aligned."""
+        if address % 64:
+            raise BackendError("mapped memory must be aligned to 64 bytes")
+        ptr = lib.ffi.cast("void *", address)
+        return cls(lib, lib.c.ggml_backend_cpu_buffer_from_ptr(ptr, nbytes), "mapped buffer")
+
+    @property
+    def base(self) -> int:
+        """Address of the first byte."""
+        return self.lib.address(self.lib.c.ggml_backend_buffer_get_base(self.ptr))
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return int(self.lib.c.ggml_backend_buffer_get_size(self.ptr))
+
+    def use_for_weights(self) -> None:
+        """Marks the content as weights."""
+        self.lib.c.ggml_backend_buffer_set_usage(self.ptr, _USAGE_WEIGHTS)
+
+    def place(self, tensor: Tensor, offset: int) -> None:
+        """Gives `tensor` the memory at `offset`; 32-byte aligned, inside the buffer."""
+        nbytes = int(self.lib.c.ggml_nbytes(tensor.ptr))
+        if offset % 32 or offset + nbytes > self.nbytes:
+            raise BackendError(f"{tensor!r} does not fit at offset {offset} of {self.nbytes} bytes")
+        address = self.lib.ffi.cast("void *", self.base + offset)
+        check_status(
+            self.lib.c.ggml_backend_tensor_alloc(self.ptr, tensor.ptr, address), "tensor_alloc"
+        )
+
+    def _free(self, ptr: Any) -> None:
+        self.lib.c.ggml_backend_buffer_free(ptr)
+
+
+class CpuBackend(Handle):
+    """ggml's CPU backend with its own number of threads."""
+
+    def __init__(self, lib: Library, n_threads: int) -> None:
+        super().__init__(lib, lib.c.ggml_backend_cpu_init(), "CPU backend")
+        self.n_threads = n_threads
+        lib.c.ggml_backend_cpu_set_n_threads(self.ptr, n_threads)
+
+    def compute(self, graph: Any) -> None:
+        """Runs a graph whose tensors all have memory; BackendError with ggml's status."""
+        check_status(self.lib.c.ggml_backend_graph_compute(self.ptr, graph), "graph_compute")
+
+    def _free(self, ptr: Any) -> None:
+        self.lib.c.ggml_backend_free(ptr)
+
+
+class GraphAllocator(Handle):
+    """Hands out compute memory to graphs; all graphs share its one buffer."""
+
+    def __init__(self, lib: Library) -> None:
+        buft = lib.c.ggml_backend_cpu_buffer_type()
+        super().__init__(lib, lib.c.ggml_gallocr_new(buft), "graph allocator")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of compute memory held now."""
+        return int(self.lib.c.ggml_gallocr_get_buffer_size(self.ptr, 0))
+
+    def reserve(self, graph: Any) -> bool:
+        """Makes room for `graph`; True where the buffer grew (old addresses are dead)."""
+        return self._grew(self.lib.c.ggml_gallocr_reserve, graph)
+
+    def allocate(self, graph: Any) -> bool:
+        """Gives every tensor of `graph` its memory; True where the buffer grew."""
+        return self._grew(self.lib.c.ggml_gallocr_alloc_graph, graph)
+
+    def _grew(self, call: Any, graph: Any) -> bool:
+        before = self.nbytes
+        if not call(self.ptr, graph):
+            raise BackendError("ggml could not allocate compute memory for a graph")
+        return self.nbytes != before
+
+    def _free(self, ptr: Any) -> None:
+        self.lib.c.ggml_gallocr_free(ptr)
+
+
+def check_status(status: int, what: str) -> None:
+    """Raises BackendError unless ggml reported success."""
+    if status != 0:
+        raise BackendError(f"ggml {what}: {GGML_STATUS.get(status, status)}")
+
+
+def array_view(lib: Library, tensor: Tensor, n: int | None = None) -> NDArray[Any]:
+    """The first `n` values (all by default) of a contiguous host tensor, (n,), without a copy."""
+    dtype = np.dtype(_NUMPY[tensor.type])
+    count = n if n is not None else int(np.prod(tensor.ne))
+    if tensor.ptr.data == lib.ffi.NULL:
+        raise BackendError(f"{tensor!r} has no memory")
+    return np.frombuffer(lib.ffi.buffer(tensor.ptr.data, count * dtype.itemsize), dtype)
