@@ -19,53 +19,57 @@ install_hint() {
   say "  macOS:           $3"
 }
 
-# Exit status 0: Python >= 3.11 that can make a virtual environment; 3: too old; 4: no venv or
-# ensurepip (Debian packages them apart); anything else: it does not run at all.
+# Exit status 0: Python >= 3.11 that can make a virtual environment and compile extensions;
+# 3: too old; 4: parts are missing that Debian and others package apart, named on stdout;
+# anything else: it does not run at all.
 probe_python() {
-  "$1" - >/dev/null 2>&1 <<'PY'
-import sys
+  "$1" - 2>/dev/null <<'PY'
+import importlib.util, os, sys, sysconfig
 if sys.version_info < (3, 11):
     sys.exit(3)
-try:
-    import ensurepip, venv
-except ImportError:
+lacks = []
+if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
+    lacks.append("the modules venv and ensurepip")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    lacks.append("the C headers (Python.h)")
+if lacks:
+    print(" and ".join(lacks), "of Python %d.%d" % sys.version_info[:2])
     sys.exit(4)
 PY
 }
 
 # Sets $base_python. The versions that constraints.txt was tested with come first.
 find_python() {
-  local candidate status without_venv="" too_old=""
-  if [ -n "${LORAGRAPH_PYTHON:-}" ]; then
-    status=0; probe_python "$LORAGRAPH_PYTHON" || status=$?
+  local candidate candidates="python3.11 python3.12 python3.13 python3"
+  local status lacks incomplete="" missing="" too_old="" minor
+  [ -z "${LORAGRAPH_PYTHON:-}" ] || candidates=""
+  # Unquoted: the list splits into words; the user's own path, quoted, does not.
+  for candidate in ${LORAGRAPH_PYTHON:+"$LORAGRAPH_PYTHON"} $candidates; do
+    status=0
+    lacks="$(probe_python "$candidate")" || status=$?
     case $status in
-      0) base_python="$LORAGRAPH_PYTHON"; return ;;
-      3) die "LORAGRAPH_PYTHON=$LORAGRAPH_PYTHON is older than Python 3.11" ;;
-      4) without_venv="$LORAGRAPH_PYTHON" ;;
-      *) die "LORAGRAPH_PYTHON=$LORAGRAPH_PYTHON does not run" ;;
+      0) base_python="$candidate"; return ;;
+      3) too_old="$candidate" ;;
+      4) [ -n "$incomplete" ] || { incomplete="$candidate"; missing="$lacks"; } ;;
     esac
-  else
-    for candidate in python3.11 python3.12 python3.13 python3; do
-      status=0; probe_python "$candidate" || status=$?
-      case $status in
-        0) base_python="$candidate"; return ;;
-        3) too_old="$candidate" ;;
-        4) [ -n "$without_venv" ] || without_venv="$candidate" ;;
-      esac
-    done
-  fi
-  if [ -n "$without_venv" ]; then
-    say "missing: the modules venv and ensurepip of $without_venv. To install:"
-    install_hint "python3-venv (or python3.X-venv for the X of $without_venv)" python3 \
+  done
+  if [ -n "$incomplete" ]; then
+    minor="$("$incomplete" -c 'import sys; print(sys.version_info[1])')"
+    say "missing: $missing ($incomplete). To install:"
+    install_hint "python3.$minor-venv python3.$minor-dev" "python3.$minor python3.$minor-devel" \
       "brew install python@3.13"
   elif [ -n "$too_old" ]; then
     say "missing: Python 3.11 or later (found $("$too_old" --version 2>&1)). To install:"
-    install_hint "python3.11 python3.11-venv" python3.13 "brew install python@3.13"
+    install_hint "python3.11 python3.11-venv python3.11-dev" "python3.13 python3.13-devel" \
+      "brew install python@3.13"
+  elif [ -n "${LORAGRAPH_PYTHON:-}" ]; then
+    die "missing: LORAGRAPH_PYTHON=$LORAGRAPH_PYTHON does not run"
   else
     say "missing: Python 3.11 or later. To install:"
-    install_hint "python3 python3-venv" python3 "brew install python@3.13"
+    install_hint "python3 python3-venv python3-dev" "python3 python3-devel" \
+      "brew install python@3.13"
   fi
-  say "or name one with LORAGRAPH_PYTHON=/path/to/python"
+  say "or name another one with LORAGRAPH_PYTHON=/path/to/python"
   exit 1
 }
 
@@ -116,8 +120,8 @@ kernels = root / "src/loragraph/kernels"
 files += sorted(
     path
     for path in kernels.rglob("*")
-    # _kernels.c is what the build writes
-    if path.suffix in {".c", ".h", ".py"} and path.name != "_kernels.c"
+    # The binding's other Python files need no compiler, and _kernels.c is what the build writes.
+    if path.name == "build.py" or path.suffix in {".c", ".h"} and path.name != "_kernels.c"
 )
 digest = hashlib.sha256(f"{sys.version}\0{root}\0".encode())
 for path in files:
