@@ -32,11 +32,13 @@ _MAX_NAME_BYTES = 1024
 
 _PREFIX = "tokenizer.ggml."
 _IDS = (
-    "bos eos eot eom unknown seperator padding mask "
-    "fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep prefix suffix middle"
-).split()
+    *("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask"),
+    *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
+    *("prefix", "suffix", "middle"),
+)
 _FLAGS = (
-    "add_bos_token add_eos_token add_sep_token add_space_prefix remove_extra_whitespaces".split()
+    *("add_bos_token", "add_eos_token", "add_sep_token"),
+    *("add_space_prefix", "remove_extra_whitespaces"),
 )
 _NO_TOKEN = 0xFFFFFFFF  # how some writers spell "there is no such token"
 _GGUF_I32, _GGUF_F32 = 5, 6

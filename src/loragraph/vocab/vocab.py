@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import repeat
 from typing import Any, Self
-
-import numpy as np
 
 from loragraph.errors import GGUFError, InvalidRequestError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile
@@ -140,6 +140,12 @@ class Vocab(Handle):
         """The Jinja source of the file's chat template, or of its named variant; None if none."""
         return self._chat_templates.get(name or "")
 
+    @cached_property
+    def eog_tokens(self) -> frozenset[int]:
+        """All tokens that end a generation."""
+        is_eog = map(self.lib.c.llama_vocab_is_eog, repeat(self._open), range(self.n_tokens))
+        return frozenset(token for token, ends in enumerate(is_eog) if ends)
+
     @property
     def vocab_ptr(self) -> Any:
         """libllama's `llama_vocab *`, borrowed until close()."""
@@ -194,10 +200,9 @@ def _utf8(text: str | bytes) -> bytes:
         data = text.encode() if isinstance(text, str) else bytes(text)
         if isinstance(text, bytes):
             data.decode()
-    except UnicodeError as exc:
+    except (UnicodeEncodeError, UnicodeDecodeError) as exc:
         raise InvalidRequestError(
-            f"text: expected valid Unicode, got {exc.reason} at {exc.start}",
-            param="prompt",  # type: ignore[attr-defined]
+            f"text: expected valid Unicode, got {exc.reason} at {exc.start}", param="prompt"
         ) from exc
     if len(data) > MAX_TEXT_BYTES:
         raise InvalidRequestError(
