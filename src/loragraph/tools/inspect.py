@@ -159,7 +159,7 @@ def _weights(draft: Draft) -> Iterator[dict[str, Any]]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts blk.2 before blk.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _target_classes(
