@@ -12,12 +12,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.fuzz.mutations import KINDS, Change, corpus, mutate
+from tests.fuzz.mutations import KINDS, Change, corpus, mutate, odd_file
 from tests.fuzz.worker import Worker
 
 
 def spoiled(rng: random.Random, files: list[bytes]) -> bytes:
-    """A random file of the corpus with one to four changes."""
+    """A random file of the corpus with one to four changes, or a sound one with odd content."""
+    if rng.random() < 0.4:
+        return odd_file(rng)
     changes = [
         Change(rng.choice(KINDS), rng.random(), rng.getrandbits(32), rng.random() < 0.1)
         for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from tests.adapters.raw_gguf import (
     N_FF,
     N_VOCAB,
     Q8_0,
+    Raw,
     adapter_metadata,
     gguf_bytes,
     good_tensors,
@@ -105,3 +107,58 @@ def _changed(data: bytes, at: int, change: Change) -> bytes:
         case _:
             new = after[: 1 + value % 60] + after
     return before + new
+
+
+def odd_file(rng: random.Random) -> bytes:
+    """A sound container whose keys, types, names, shapes and values are odd at random."""
+    metadata: dict[str, Any] = adapter_metadata()
+    keys = [*metadata, "adapter.alora.invocation_tokens", "loragraph.adapter.tied_output"]
+    for _ in range(rng.randrange(3)):
+        metadata[rng.choice([*keys, "general.alignment", "general.name"])] = rng.choice(_VALUES)
+    tensors = rng.choice(_SETS)()
+    for name in rng.sample(sorted(tensors), rng.randrange(len(tensors) + 1)):
+        raw = tensors.pop(name)
+        shift = (_rotated, _resized, _retyped, _revalued, lambda raw, _rng: raw)
+        new_name = name if rng.random() < 0.8 else rng.choice(_NAMES)
+        tensors[new_name] = rng.choice(shift)(raw, rng)
+    return gguf_bytes(metadata, tensors)
+
+
+_VALUES: tuple[Any, ...] = (
+    *("adapter", "lora", "", "\0", "\udcff", 0, 1, 64, 2**32 - 1, True, False, 0.0, -1.5),
+    *(float("nan"), float("inf"), np.float64(1e300), np.int32(-1), np.uint8(7), [1, 2], ["a"]),
+    *(np.empty(0, np.uint32), np.array([-1], np.int32), np.array([np.nan], np.float32)),
+)
+_NAMES = (
+    *("", ".lora_a", ".lora_b", "x.lora_a", "blk.0.attn_q.weight", "blk.0.attn_norm.weight"),
+    *("output_norm.weight.lora_a", "token_embd.weight.lora_b", "blk.0.attn_q.weight.lora_b\0"),
+    *("blk.\u0663.attn_q.weight.lora_a", "blk.\u00b2.\udcff.lora_b", "y" * 63, "y" * 64),
+)
+_SETS = (
+    good_tensors,
+    lambda: pair("token_embd.weight", n_out=N_VOCAB),
+    lambda: pair("output.weight", n_out=N_VOCAB, rank=32, type_=Q8_0),
+    lambda: pair("blk.0.ffn_up_exps.weight", n_out=N_FF, n_expert=N_EXPERT, type_=F16),
+    dict,
+)
+
+
+def _rotated(raw: Raw, rng: random.Random) -> Raw:
+    ne = list(raw.ne)
+    rng.shuffle(ne)
+    return Raw(tuple(ne), raw.type, raw.data)
+
+
+def _resized(raw: Raw, rng: random.Random) -> Raw:
+    sizes = (0, 1, 2, 31, 32, 64, 2**20, 2**31, 2**63 - 1)
+    ne = tuple(rng.choice(sizes) if rng.random() < 0.3 else n for n in raw.ne)
+    return Raw((*ne, *rng.choice(((), (1,), (2,), (1, 1)))), raw.type, raw.data)
+
+
+def _retyped(raw: Raw, rng: random.Random) -> Raw:
+    return Raw(raw.ne, rng.randrange(45), raw.data * rng.choice((1, 2)))
+
+
+def _revalued(raw: Raw, rng: random.Random) -> Raw:
+    byte = rng.choice((0, 0x7C, 0x7F, 0x80, 0xFF))
+    return Raw(raw.ne, raw.type, bytes([byte]) * len(raw.data))

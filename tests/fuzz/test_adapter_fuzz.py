@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,3 +72,13 @@ def test_worker_notices_a_crash(worker: Worker, tmp_path: Path) -> None:
     path.write_bytes(corpus()[0])
     assert worker.check(path).startswith("BUG")
     assert worker.check(path) == "ok loaded"
+
+
+def test_count_that_promises_gigabytes(worker: Worker, tmp_path: Path) -> None:
+    """A wrong count in a file of 20 GB (a hole) is refused without reading or allocating them."""
+    path = tmp_path / "hole.gguf"
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 10**9)
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(20 << 30)
+    assert worker.check(path) == "ok GGUFError"

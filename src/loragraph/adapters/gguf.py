@@ -86,15 +86,19 @@ def check_adapter(
     except LoragraphError as error:
         return [error]
     problems = [problem for check in FILE_CHECKS for problem in check(draft, base)]
+    sound = []
+    for pair in draft.pairs.values():
+        found = list(pair_problems(draft, pair, base))
+        problems += found
+        if not found:
+            sound.append(pair)
     n_zero = 0
     try:
         with draft.path.open("rb") as file:
-            for pair in draft.pairs.values():
-                found = list(pair_problems(draft, pair, base))
-                if not found:
-                    found, zero = _data_problems(draft, pair, file)
-                    n_zero += zero
+            for pair in sound:
+                found, zero = _data_problems(draft, pair, file)
                 problems += found
+                n_zero += zero
     except OSError as exc:
         problems.append(_unreadable(draft, exc))
     if draft.pairs and n_zero == len(draft.pairs):
@@ -136,8 +140,7 @@ def _layout(draft: Draft) -> tuple[dict[str, LoraPair], int]:
             halves.append(LoraTensor(info.type, info.ne, end, info.nbytes))
             end += -(-info.nbytes // ALIGNMENT) * ALIGNMENT
         a, b = halves
-        rank = b.ne[0]
-        pairs[target] = LoraPair(target, a, b, rank, scale_of(draft.alpha, rank, 1.0))
+        pairs[target] = LoraPair(target, a, b, b.ne[0], _scale(draft, found))
     return pairs, end
 
 
@@ -170,9 +173,9 @@ def _read(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
 def _data_problems(
     draft: Draft, pair: DraftPair, file: BinaryIO
 ) -> tuple[list[LoragraphError], bool]:
-    """Problems of the values of a pair, and whether A or B is all zeros."""
+    """Problems of the values of a pair, and whether A, B or the scale is zero."""
     problems: list[LoragraphError] = []
-    zero = False
+    zero = _scale(draft, pair) == 0
     for info in _tensors(pair):
         data = np.empty(info.nbytes, np.uint8)
         try:
@@ -242,6 +245,11 @@ def _changes_nothing(pair: LoraPair, data: Bytes) -> bool:
     )
 
 
+def _scale(draft: Draft, pair: DraftPair) -> float:
+    """Effective scale at user scale 1; 0 where alpha / rank underflows."""
+    return scale_of(draft.alpha, _tensors(pair)[1].ne[0], 1.0)
+
+
 def _tensors(pair: DraftPair) -> tuple[TensorInfo, TensorInfo]:
     assert pair.a is not None  # the checks ran before
     assert pair.b is not None
@@ -250,7 +258,7 @@ def _tensors(pair: DraftPair) -> tuple[TensorInfo, TensorInfo]:
 
 def _would_change_nothing(draft: Draft) -> AdapterFormatError:
     return AdapterFormatError(
-        "the adapter would change nothing: in every pair A or B is all zeros",
+        "the adapter would change nothing: in every pair A, B or the scale is zero",
         path=draft.path,
         hint="an untrained adapter has B = 0",
     )
