@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,19 @@ def allocate_block(nbytes: int) -> NDArray[np.uint8]:
     return raw[start : start + nbytes]
 
 
+class AdapterHost(Protocol):
+    """A model, as far as loading an adapter for it goes."""
+
+    def load_adapter(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ignore_norm: bool = False,
+        tied_output: bool | None = None,
+    ) -> Adapter:
+        """Loads, checks and registers an adapter."""
+
+
 class Adapter:
     """An immutable LoRA adapter in memory; equality is identity, `digest` identifies content."""
 
@@ -100,7 +114,26 @@ class Adapter:
         self._data: NDArray[np.uint8] | None = data
         self._lock = threading.Lock()
         self._attached: Counter[str] = Counter()
+        self._on_close: list[Callable[[Adapter], None]] = []
         self.digest = self._digest()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: AdapterHost,
+        *,
+        ignore_norm: bool = False,
+        tied_output: bool | None = None,
+    ) -> Adapter:
+        """Loads a GGUF adapter, checks it against `model` and registers it there.
+
+        `ignore_norm` leaves `*_norm.weight` tensors out instead of refusing them; `tied_output`
+        decides whether the token table's pair also changes a tied head (None: what the file says,
+        else True, with a warning). Raises GGUFError, AdapterFormatError, AdapterMismatchError,
+        UnsupportedError, CapacityError.
+        """
+        return model.load_adapter(path, ignore_norm=ignore_norm, tied_output=tied_output)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self.pairs)} targets"
@@ -196,6 +229,14 @@ class Adapter:
                     hint="detach it there first",
                 )
             self._data = None
+            callbacks, self._on_close = self._on_close, []
+        for callback in callbacks:
+            callback(self)
+
+    def on_close(self, callback: Callable[[Adapter], None]) -> None:
+        """Calls `callback(self)` after close(): whoever keeps something made of the memory."""
+        with self._lock:
+            self._on_close.append(callback)
 
     def _text(self, key: str) -> str:
         value = self.metadata.get(key, "")

@@ -167,9 +167,17 @@ void *ggml_backend_dev_backend_reg(void *device);
 void *ggml_backend_reg_get_proc_address(void *reg, const char *name);
 
 struct gguf_init_params { bool no_alloc; struct ggml_context **ctx; };
+struct gguf_context *gguf_init_from_file(const char *fname, struct gguf_init_params params);
+struct gguf_context *gguf_init_empty(void);
 struct gguf_context *gguf_init_from_buffer(const void *data, size_t size,
                                            struct gguf_init_params params);
 void gguf_free(struct gguf_context *ctx);
+void gguf_set_val_u32(struct gguf_context *ctx, const char *key, uint32_t val);
+void gguf_set_val_bool(struct gguf_context *ctx, const char *key, bool val);
+void gguf_set_val_str(struct gguf_context *ctx, const char *key, const char *val);
+void gguf_set_arr_data(struct gguf_context *ctx, const char *key, int type, const void *data,
+                       size_t n);
+void gguf_set_arr_str(struct gguf_context *ctx, const char *key, const char **data, size_t n);
 uint32_t gguf_get_version(const struct gguf_context *ctx);
 size_t gguf_get_alignment(const struct gguf_context *ctx);
 size_t gguf_get_data_offset(const struct gguf_context *ctx);
@@ -220,6 +228,9 @@ struct llama_sampler_chain_params { bool no_perf; };
 void llama_log_set(ggml_log_callback callback, void *user_data);
 struct llama_model_params llama_model_default_params(void);
 struct llama_model *llama_model_load_from_file(const char *path,
+                                               struct llama_model_params params);
+struct llama_model *llama_model_init_from_user(struct gguf_context *metadata,
+                                               void *set_tensor_data, void *set_tensor_data_ud,
                                                struct llama_model_params params);
 void llama_model_free(struct llama_model *model);
 const struct llama_vocab *llama_model_get_vocab(const struct llama_model *model);

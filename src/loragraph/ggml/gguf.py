@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -172,6 +173,15 @@ class GGUFFile:
             raise self._error(f"expected an array of strings, got {self.type_of(key)}", key)
         get, ctx = self._lib.c.gguf_get_arr_str, self._open
         return [self._lib.text(get(ctx, key_id, i)) for i in range(self.array_length(key))]
+
+    def raw_strings(self, key: str) -> list[bytes]:
+        """The array of strings under `key` as bytes, each cut at its first NUL as C sees it."""
+        key_id = self._array(key)
+        if self._lib.c.gguf_get_arr_type(self._open, key_id) != _STRING:
+            raise self._error(f"expected an array of strings, got {self.type_of(key)}", key)
+        n = self.array_length(key)
+        pointers = map(self._lib.c.gguf_get_arr_str, repeat(self._open), repeat(key_id), range(n))
+        return list(map(self._lib.ffi.string, pointers))
 
     def scalars(self) -> dict[str, Scalar]:
         """All values that are no arrays, by key."""

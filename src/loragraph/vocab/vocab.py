@@ -1,0 +1,241 @@
+"""Text to token ids and back, through libllama's tokenizers (vocabulary only, no tensors)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import repeat
+from typing import Any, Self
+
+from loragraph.errors import GGUFError, InvalidRequestError, UnsupportedError
+from loragraph.ggml.gguf import GGUFFile
+from loragraph.ggml.handles import Handle
+from loragraph.ggml.lib import Library
+from loragraph.vocab.metadata import VocabMetadata
+from loragraph.vocab.pretokenizers import LOOPS, with_deep_stack
+
+MAX_TEXT_BYTES = 1 << 22
+"""Longest text that is tokenised in one call, bytes of UTF-8."""
+
+MAX_SPECIALS = 1 << 14
+"""Most occurrences of special tokens in one text: libllama's time grows with their square."""
+
+_INT32_MIN = -(2**31)
+_UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # llama.h, enum llama_token_attr
+
+
+class Vocab(Handle):
+    """The vocabulary of a GGUF file; close() frees it. All methods but close() may be called from
+    several threads at once.
+    """
+
+    def __init__(self, lib: Library, model: Any, metadata: VocabMetadata) -> None:
+        super().__init__(lib, model, "vocabulary")
+        self._vocab = lib.c.llama_model_get_vocab(model)
+        self._chat_templates = dict(metadata.chat_templates)
+        self._recurses = metadata.model == "gpt2" and metadata.pre not in LOOPS
+        self.n_tokens = int(lib.c.llama_vocab_n_tokens(self._vocab))
+        self.bos = self._special(lib.c.llama_vocab_bos)
+        self.eos = self._special(lib.c.llama_vocab_eos)
+        self.eot = self._special(lib.c.llama_vocab_eot)
+        self.nl = self._special(lib.c.llama_vocab_nl)
+        self.pad = self._special(lib.c.llama_vocab_pad)
+        self.add_bos = bool(lib.c.llama_vocab_get_add_bos(self._vocab))
+        self.add_eos = bool(lib.c.llama_vocab_get_add_eos(self._vocab))
+
+    @classmethod
+    def load(cls, lib: Library, path: str | os.PathLike[str]) -> Self:
+        """Reads the vocabulary of the GGUF file at `path`.
+
+        GGUFError for a damaged file, UnsupportedError for a tokenizer that is not implemented.
+        """
+        with GGUFFile(lib, path) as file:
+            return cls.from_file(lib, file)
+
+    @classmethod
+    def from_file(cls, lib: Library, file: GGUFFile) -> Self:
+        """Reads the vocabulary of an open file, which stays open and may be closed afterwards."""
+        metadata = VocabMetadata.read(file)
+        params = lib.c.llama_model_default_params()
+        params.vocab_only = True
+        params.n_gpu_layers = 0
+        ctx = metadata.to_gguf(lib)
+        try:
+            with lib.log_lines() as lines:
+                model = lib.c.llama_model_init_from_user(ctx, lib.ffi.NULL, lib.ffi.NULL, params)
+        finally:
+            lib.c.gguf_free(ctx)
+        if model == lib.ffi.NULL:
+            reason = next((line for line in lines if "error" in line), "; ".join(lines))
+            reason = reason.rsplit("error loading model: ", 1)[-1] or "unknown reason"
+            if "unknown" in reason:
+                raise UnsupportedError(f"{file.path}: {reason}", what="vocabulary")
+            raise GGUFError(reason, path=file.path, where="vocabulary")
+        vocab = cls(lib, model, metadata)
+        vocab._check_added_tokens(file)
+        return vocab
+
+    def tokenize(
+        self, text: str | bytes, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """The token ids of `text` (bytes must be UTF-8).
+
+        `add_special` adds what the file asks for (BOS, EOS); `parse_special` turns the texts of
+        control tokens into these tokens, so leave it out for what a user typed.
+        """
+        data = _utf8(text)
+        self._check_specials(data, parse_special)
+        capacity = len(data) + 4  # never more tokens than bytes, but for the added ones
+        tokens = self.lib.ffi.new("llama_token[]", capacity)
+        n = self._tokenize(data, tokens, capacity, add_special, parse_special)
+        if n < 0 and n != _INT32_MIN:
+            capacity = -n
+            tokens = self.lib.ffi.new("llama_token[]", capacity)
+            n = self._tokenize(data, tokens, capacity, add_special, parse_special)
+        if n < 0:
+            raise InvalidRequestError("the text has too many tokens", param="prompt")
+        return list(self.lib.ffi.unpack(tokens, n)) if n else []
+
+    def piece(self, token: int, *, special: bool = True) -> bytes:
+        """The bytes that `token` stands for; part of a UTF-8 character for some tokens.
+
+        Without `special`, control tokens have no bytes.
+        """
+        self._check(token)
+        c, size = self.lib.c, 64
+        buffer = self.lib.ffi.new("char[]", size)
+        n = c.llama_token_to_piece(self._open, token, buffer, size, 0, special)
+        if n < 0:
+            size = -n
+            buffer = self.lib.ffi.new("char[]", size)
+            n = c.llama_token_to_piece(self._open, token, buffer, size, 0, special)
+        return bytes(self.lib.ffi.buffer(buffer, max(n, 0)))
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = True) -> str:
+        """The text of `tokens` as libllama joins it; invalid UTF-8 becomes U+FFFD."""
+        for token in tokens:
+            self._check(token)
+        ids = self.lib.ffi.new("llama_token[]", list(tokens))
+        size = 16 * len(tokens) + 64
+        for _ in range(2):
+            buffer = self.lib.ffi.new("char[]", size)
+            n = self.lib.c.llama_detokenize(
+                self._open, ids, len(tokens), buffer, size, False, special
+            )
+            if n >= 0:
+                return bytes(self.lib.ffi.buffer(buffer, n)).decode("utf-8", "replace")
+            size = -n + 64
+        raise InvalidRequestError("the tokens have too long a text", param="tokens")
+
+    def is_eog(self, token: int) -> bool:
+        """True for the tokens that end a generation (EOS, EOT, EOM and their like)."""
+        self._check(token)
+        return bool(self.lib.c.llama_vocab_is_eog(self._open, token))
+
+    def is_control(self, token: int) -> bool:
+        """True for control tokens, which have no text of their own."""
+        self._check(token)
+        return bool(self.lib.c.llama_vocab_is_control(self._open, token))
+
+    def text(self, token: int) -> str:
+        """The token as it stands in the file, e.g. "Ġthe" for " the"."""
+        self._check(token)
+        return self.lib.text(self.lib.c.llama_vocab_get_text(self._open, token))
+
+    def chat_template(self, name: str | None = None) -> str | None:
+        """The Jinja source of the file's chat template, or of its named variant; None if none."""
+        return self._chat_templates.get(name or "")
+
+    @cached_property
+    def eog_tokens(self) -> frozenset[int]:
+        """All tokens that end a generation."""
+        is_eog = map(self.lib.c.llama_vocab_is_eog, repeat(self._open), range(self.n_tokens))
+        return frozenset(token for token, ends in enumerate(is_eog) if ends)
+
+    @property
+    def vocab_ptr(self) -> Any:
+        """libllama's `llama_vocab *`, borrowed until close()."""
+        return self._open
+
+    @property
+    def _open(self) -> Any:
+        _ = self.ptr  # raises after close
+        return self._vocab
+
+    def _tokenize(
+        self, data: bytes, tokens: Any, capacity: int, add_special: bool, parse_special: bool
+    ) -> int:
+        def call() -> int:
+            text = self.lib.ffi.from_buffer(data)
+            n = self.lib.c.llama_tokenize(
+                self._open, text, len(data), tokens, capacity, add_special, parse_special
+            )
+            return int(n)
+
+        return with_deep_stack(call, len(data)) if self._recurses else call()
+
+    def _check_specials(self, data: bytes, parse_special: bool) -> None:
+        if len(data) <= MAX_SPECIALS:
+            return
+        wanted = _USER_DEFINED | (_CONTROL | _UNKNOWN if parse_special else 0)
+        n = sum(data.count(text) for attr, text in self._special_texts if attr & wanted)
+        if n > MAX_SPECIALS:
+            raise InvalidRequestError(
+                f"text: expected at most {MAX_SPECIALS} special tokens, got {n}", param="prompt"
+            )
+
+    @cached_property
+    def _special_texts(self) -> list[tuple[int, bytes]]:
+        """(attributes, text) of the tokens that libllama searches for in texts."""
+        c, string = self.lib.c, self.lib.ffi.string
+        attrs = enumerate(map(c.llama_vocab_get_attr, repeat(self._open), range(self.n_tokens)))
+        return [
+            (attr, bytes(string(c.llama_vocab_get_text(self._open, token))))
+            for token, attr in attrs
+            if attr & (_UNKNOWN | _CONTROL | _USER_DEFINED)
+        ]
+
+    def _special(self, getter: Any) -> int | None:
+        token = int(getter(self._vocab))
+        return token if 0 <= token < self.n_tokens else None
+
+    def _check(self, token: int) -> None:
+        """libllama ends the process at an id out of range."""
+        if not 0 <= token < self.n_tokens:
+            raise InvalidRequestError(
+                f"token id: expected 0 to {self.n_tokens - 1}, got {token}", param="tokens"
+            )
+
+    def _check_added_tokens(self, file: GGUFFile) -> None:
+        """libllama asserts that a token it is told to add exists."""
+        for flag, token, name in (
+            (self.add_bos, self.bos, "bos"),
+            (self.add_eos, self.eos, "eos"),
+        ):
+            if flag and token is None:
+                self.close()
+                raise GGUFError(
+                    f"expected a {name} token, since add_{name}_token is set, got none",
+                    path=file.path,
+                    where=f"tokenizer.ggml.{name}_token_id",
+                )
+
+    def _free(self, ptr: Any) -> None:
+        self.lib.c.llama_model_free(ptr)
+
+
+def _utf8(text: str | bytes) -> bytes:
+    try:
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        if isinstance(text, bytes):
+            data.decode()
+    except (UnicodeEncodeError, UnicodeDecodeError) as exc:
+        raise InvalidRequestError(
+            f"text: expected valid Unicode, got {exc.reason} at {exc.start}", param="prompt"
+        ) from exc
+    if len(data) > MAX_TEXT_BYTES:
+        raise InvalidRequestError(
+            f"text: expected at most {MAX_TEXT_BYTES} bytes, got {len(data)}", param="prompt"
+        )
+    return data
