@@ -76,8 +76,9 @@ def main() -> None:
 
     logging.getLogger().addHandler(logging.NullHandler())
     lib, bases = load_library(), (base(), base(tied=True))
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
+    if sys.platform == "linux":
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
     for line in sys.stdin:
         signal.alarm(HANG_S)  # its default action ends the process, inside C code too
         path = Path(line.removesuffix("\n"))
