@@ -18,7 +18,7 @@ from tests.tiny import TinyAdapter, TinyLlama
 from tests.tiny_vocab import CHAT_TEMPLATE
 
 TINY = TinyLlama(seed=3)
-NO_EOG = {2: -np.inf}
+NO_EOG = {2: -np.inf, 4: -np.inf}
 PROMPT = "hello world"
 
 
