@@ -1,7 +1,8 @@
-"""Golden numbers of the demo adapters: base + demos/adapters/*.gguf -> demos/golden/demo.{npz,json}.
+"""Golden numbers of the demo adapters: base + demos/adapters/*.gguf -> demos/golden/demo.*.
 
 Development only: `python demos/golden_demo.py`. PEFT in float32 over the dequantised base, with the
-F16-rounded adapter weights of the GGUF files, so that an engine on an F32 base sees the same numbers.
+F16-rounded adapter weights of the GGUF files, so that an engine on an F32 base sees the same
+numbers.
 """
 
 from __future__ import annotations
