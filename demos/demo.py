@@ -99,7 +99,6 @@ def title(scales: Mapping[str, float]) -> str:
 
 def answer(console: Console, context: Context, question: str, n_predict: int) -> None:
     """Streams one answer and what it took."""
-    context.clear()
     with context.stream(question, chat=True, temperature=0, max_tokens=n_predict) as stream:
         for event in stream:
             console.out(event.piece, end="", highlight=False)
@@ -130,6 +129,7 @@ def show(console: Console, args: argparse.Namespace) -> None:
             for index, scales in enumerate(answers(adapters, mix)):
                 style = f"bold {STYLES[index % len(STYLES)]}"
                 console.print(title(scales), style=style)
+                context.clear()
                 context.set_adapters({adapters[name]: scale for name, scale in scales.items()})
                 answer(console, context, args.question, args.n_predict)
 
