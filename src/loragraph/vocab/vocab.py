@@ -13,6 +13,7 @@ from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.handles import Handle
 from loragraph.ggml.lib import Library
 from loragraph.vocab.metadata import VocabMetadata
+from loragraph.vocab.pieces import PieceIndex
 from loragraph.vocab.pretokenizers import LOOPS, with_deep_stack
 
 MAX_TEXT_BYTES = 1 << 22
@@ -152,6 +153,11 @@ class Vocab(Handle):
         """All tokens that end a generation."""
         is_eog = map(self.lib.c.llama_vocab_is_eog, repeat(self._open), range(self.n_tokens))
         return frozenset(token for token, ends in enumerate(is_eog) if ends)
+
+    @cached_property
+    def piece_index(self) -> PieceIndex:
+        """All pieces, sorted for matching against a grammar; made at the first call."""
+        return PieceIndex.build(map(self.piece, range(self.n_tokens)), self.eog_tokens)
 
     @property
     def vocab_ptr(self) -> Any:
