@@ -111,6 +111,7 @@ class GrammarMatcher:
             at += 1
             if state == DEAD:
                 n_matched = len(states) - 1
+                at = at if n_matched else self._index.ends[chars[0]]
                 while at < len(order) and shared[at] > n_matched:
                     at += 1
             elif not partial[1] or self._automaton.may_complete(state, partial):
