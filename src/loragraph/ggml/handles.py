@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from cffi import FFI
 from numpy.typing import NDArray
 
 from loragraph.errors import BackendError, LifecycleError
@@ -16,7 +17,8 @@ from loragraph.ggml.lib import GGML_STATUS, Library
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
 """Numbers of the ggml types that the code names (ggml.h, enum ggml_type)."""
 
-_USAGE_WEIGHTS, _USAGE_COMPUTE = 1, 2
+_USAGE_WEIGHTS = 1
+_FFI = FFI()  # casts pointers of any instance to numbers
 _NUMPY = {F32: np.float32, F16: np.float16, I32: np.int32, I64: np.int64}
 
 
@@ -111,11 +113,12 @@ class Buffer(Handle):
     """A backend buffer: memory that tensors live in."""
 
     @classmethod
-    def allocate(cls, lib: Library, nbytes: int, buft: Any = None) -> Buffer:
-        """`nbytes` of zeroed host memory, or of the buffer type `buft`."""
+    def allocate(cls, lib: Library, nbytes: int, buft: Any = None, *, clear: bool = True) -> Buffer:
+        """`nbytes` of host memory, or of the buffer type `buft`; zeroed unless told otherwise."""
         buft = lib.c.ggml_backend_cpu_buffer_type() if buft is None else buft
         buffer = cls(lib, lib.c.ggml_backend_buft_alloc_buffer(buft, max(nbytes, 1)), "buffer")
-        lib.c.ggml_backend_buffer_clear(buffer.ptr, 0)
+        if clear:
+            lib.c.ggml_backend_buffer_clear(buffer.ptr, 0)
         return buffer
 
     @classmethod
@@ -205,6 +208,14 @@ class GraphAllocator(Handle):
 
     def _free(self, ptr: Any) -> None:
         self.lib.c.ggml_gallocr_free(ptr)
+
+
+def data_address(tensor: Tensor) -> int:
+    """Address of a tensor's first value; BackendError while it has no memory."""
+    address = int(_FFI.cast("uintptr_t", tensor.ptr.data))
+    if address == 0:
+        raise BackendError(f"{tensor!r} has no memory")
+    return address
 
 
 def check_status(status: int, what: str) -> None:

@@ -1,0 +1,101 @@
+"""An adapter file's header before it is trusted: what the checks look at. No tensor data yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from loragraph.ggml.gguf import GGUFFile, Scalar, TensorInfo
+from loragraph.ggml.lib import Library
+
+ALPHA_KEY = "adapter.lora.alpha"
+INVOCATION_KEY = "adapter.alora.invocation_tokens"
+TIED_OUTPUT_KEY = "loragraph.adapter.tied_output"
+
+_SUFFIXES = {".lora_a": "a", ".lora_b": "b"}
+
+
+@dataclass(slots=True)
+class DraftPair:
+    """The halves found for one target; either may be missing."""
+
+    target: str
+    a: TensorInfo | None = None
+    b: TensorInfo | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Header of an adapter file with the load options that the checks depend on."""
+
+    path: Path
+    scalars: Mapping[str, Scalar]
+    types: Mapping[str, str]  # key -> type name, arrays included
+    invocation_tokens: tuple[int, ...]
+    pairs: Mapping[str, DraftPair]  # by target, sorted
+    strays: tuple[str, ...]  # tensors that are no half of a pair, in the file's order
+    duplicates: tuple[str, ...]  # tensors whose half of the pair was taken already
+    ignore_norm: bool = False
+    tied_output: bool | None = None
+    norms: tuple[str, ...] = field(default=())  # `*_norm.weight` tensors
+
+    @property
+    def alpha(self) -> float:
+        """`adapter.lora.alpha` rounded to f32, 0 where missing; finite once the checks passed."""
+        value = self.scalars.get(ALPHA_KEY, 0.0)
+        with np.errstate(over="ignore"):
+            return 0.0 if isinstance(value, str) else float(np.float32(value))
+
+
+def read_draft(
+    lib: Library,
+    path: str | os.PathLike[str],
+    *,
+    ignore_norm: bool = False,
+    tied_output: bool | None = None,
+) -> Draft:
+    """Reads the header; GGUFError where the container itself is damaged."""
+    with GGUFFile(lib, path) as file:
+        pairs, strays, duplicates, norms = _sort_tensors(file.tensors)
+        tokens: tuple[int, ...] = ()
+        if file.type_of(INVOCATION_KEY) == "array of u32":
+            tokens = tuple(int(token) for token in file.numbers(INVOCATION_KEY))
+        return Draft(
+            path=file.path,
+            scalars=file.scalars(),
+            types={key: file.type_of(key) for key in file},
+            invocation_tokens=tokens,
+            pairs=pairs,
+            strays=strays,
+            duplicates=duplicates,
+            ignore_norm=ignore_norm,
+            tied_output=tied_output,
+            norms=norms,
+        )
+
+
+def _sort_tensors(
+    tensors: Mapping[str, TensorInfo],
+) -> tuple[dict[str, DraftPair], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    pairs: dict[str, DraftPair] = {}
+    strays: list[str] = []
+    duplicates: list[str] = []
+    norms: list[str] = []
+    for name, info in tensors.items():
+        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
+        if not suffix:
+            (norms if name.endswith("_norm.weight") else strays).append(name)
+            continue
+        # Every occurrence goes, as in llama.cpp, so two names can mean one half.
+        target = name.replace(suffix, "")
+        pair = pairs.setdefault(target, DraftPair(target))
+        half = _SUFFIXES[suffix]
+        if getattr(pair, half) is not None:
+            duplicates.append(name)
+        else:
+            setattr(pair, half, info)
+    return dict(sorted(pairs.items())), tuple(strays), tuple(duplicates), tuple(norms)

@@ -1,0 +1,268 @@
+"""GGUF adapter file -> Adapter, or every problem of the file. All or nothing.
+
+Tensors are copied out of the file with plain reads, never mapped: a file that is overwritten in
+place changes nothing that runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+
+from loragraph.adapters.adapter import (
+    ALIGNMENT,
+    Adapter,
+    LoraPair,
+    LoraTensor,
+    allocate_block,
+    scale_of,
+)
+from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo
+from loragraph.adapters.checks import DATA_CHECKS, FILE_CHECKS, header_problems, pair_problems
+from loragraph.adapters.draft import (
+    ALPHA_KEY,
+    TIED_OUTPUT_KEY,
+    Draft,
+    DraftPair,
+    read_draft,
+)
+from loragraph.adapters.report import LoadReport, coverage
+from loragraph.adapters.values import Bytes, all_zero
+from loragraph.errors import AdapterFormatError, CapacityError, GGUFError, LoragraphError
+from loragraph.ggml.gguf import TensorInfo
+from loragraph.ggml.lib import Library
+
+_log = logging.getLogger("loragraph.adapters")
+
+
+def read_adapter(
+    lib: Library,
+    path: str | os.PathLike[str],
+    base: BaseInfo | None,
+    *,
+    ignore_norm: bool = False,
+    tied_output: bool | None = None,
+) -> Adapter:
+    """Loads an adapter for `base`; raises the first problem, in llama.cpp's order of checks.
+
+    None as base leaves out the checks of the fit, for tools that look at an adapter or write it
+    out again; a graph must not run such an adapter.
+    `ignore_norm` leaves `*_norm.weight` tensors out instead of refusing them. `tied_output` decides
+    whether the token table's pair also changes a tied head; None: what the file says, else True.
+    Errors: GGUFError (container), AdapterFormatError, AdapterMismatchError (fit), UnsupportedError,
+    CapacityError (no memory).
+    """
+    draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
+    for problem in header_problems(draft, base):
+        raise problem
+    pairs, nbytes = _layout(draft)
+    try:
+        data = allocate_block(nbytes)
+    except MemoryError as exc:
+        raise CapacityError(f"{draft.path}: no memory for {nbytes} bytes of adapter") from exc
+    _fill(draft, pairs, data)
+    dead = [target for target, pair in pairs.items() if _changes_nothing(pair, data)]
+    if len(dead) == len(pairs):
+        raise _would_change_nothing(draft)
+    return _adapter(draft, base, pairs, data, dead)
+
+
+def check_adapter(
+    lib: Library,
+    path: str | os.PathLike[str],
+    base: BaseInfo | None = None,
+    *,
+    ignore_norm: bool = False,
+    tied_output: bool | None = None,
+) -> list[LoragraphError]:
+    """Every problem of the file, [] where it would load; without `base` what shows without one."""
+    try:
+        draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
+    except LoragraphError as error:
+        return [error]
+    problems = [problem for check in FILE_CHECKS for problem in check(draft, base)]
+    sound = []
+    for pair in draft.pairs.values():
+        found = list(pair_problems(draft, pair, base))
+        problems += found
+        if not found:
+            sound.append(pair)
+    n_zero = 0
+    try:
+        with draft.path.open("rb") as file:
+            for pair in sound:
+                found, zero = _data_problems(draft, pair, file)
+                problems += found
+                n_zero += zero
+    except OSError as exc:
+        problems.append(_unreadable(draft, exc))
+    if draft.pairs and n_zero == len(draft.pairs):
+        problems.append(_would_change_nothing(draft))
+    return problems
+
+
+def resolve_tied_output(draft: Draft, base: BaseInfo | None) -> tuple[bool, str]:
+    """Whether the token table's pair also changes the head, and a warning or "".
+
+    The option comes first, then the file's key; without both a tied base's head follows the table,
+    unless the adapter brings a pair for the head.
+    """
+    applies = base is not None and base.tied and TOKEN_EMBD in draft.pairs
+    key = draft.scalars.get(TIED_OUTPUT_KEY)
+    if not applies:
+        option = "tied_output has no effect: it needs a tied base and a token_embd pair"
+        return False, option if draft.tied_output is not None else ""
+    if draft.tied_output is not None:
+        return draft.tied_output, ""
+    if isinstance(key, bool):
+        return key, ""
+    if OUTPUT in draft.pairs:
+        return False, ""
+    return True, (
+        f"the base's output head is tied to {TOKEN_EMBD} and the file has no {TIED_OUTPUT_KEY}: "
+        "the adapter changes both; PEFT trains the lookup alone unless ensure_weight_tying, "
+        "load with tied_output=False for that"
+    )
+
+
+def _layout(draft: Draft) -> tuple[dict[str, LoraPair], int]:
+    """Places in the block for all tensors, and the block's size in bytes."""
+    end = 0
+    pairs = {}
+    for target, found in draft.pairs.items():
+        halves = []
+        for info in _tensors(found):
+            halves.append(LoraTensor(info.type, info.ne, end, info.nbytes))
+            end += -(-info.nbytes // ALIGNMENT) * ALIGNMENT
+        a, b = halves
+        pairs[target] = LoraPair(target, a, b, b.ne[0], _scale(draft, found))
+    return pairs, end
+
+
+def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> None:
+    try:
+        with draft.path.open("rb") as file:
+            for target, found in draft.pairs.items():
+                pair = pairs[target]
+                for info, tensor in zip(_tensors(found), (pair.a, pair.b), strict=True):
+                    part = data[tensor.offset : tensor.offset + tensor.nbytes]
+                    _read(draft, file, info, part)
+                    for check in DATA_CHECKS:
+                        for problem in check(draft, info, part):
+                            raise problem
+    except OSError as exc:
+        raise _unreadable(draft, exc) from exc
+
+
+def _read(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
+    file.seek(info.offset)
+    n_read = file.readinto(into)  # type: ignore[attr-defined]
+    if n_read != info.nbytes:
+        raise GGUFError(
+            f"LoRA tensor '{info.name}' data is not within the file bounds, file is corrupted or "
+            f"incomplete: expected {info.nbytes} bytes, got {n_read}",
+            path=draft.path,
+        )
+
+
+def _data_problems(
+    draft: Draft, pair: DraftPair, file: BinaryIO
+) -> tuple[list[LoragraphError], bool]:
+    """Problems of the values of a pair, and whether A, B or the scale is zero."""
+    problems: list[LoragraphError] = []
+    zero = _scale(draft, pair) == 0
+    for info in _tensors(pair):
+        data = np.empty(info.nbytes, np.uint8)
+        try:
+            _read(draft, file, info, data)
+        except GGUFError as error:
+            return [error], False
+        problems += (problem for check in DATA_CHECKS for problem in check(draft, info, data))
+        zero = zero or all_zero(info.type, data)
+    return problems, zero
+
+
+def _adapter(
+    draft: Draft, base: BaseInfo | None, pairs: dict[str, LoraPair], data: Bytes, dead: list[str]
+) -> Adapter:
+    tied, tied_warning = resolve_tied_output(draft, base)
+    warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
+    for warning in warnings:
+        _log.warning("%s: %s", draft.path, warning)
+    report = LoadReport(
+        ranks={target: pair.rank for target, pair in pairs.items()},
+        scales={target: pair.scale for target, pair in pairs.items()},
+        coverage=coverage(pairs, base),
+        n_tensors=2 * len(pairs),
+        n_params=sum(math.prod(t.ne) for pair in pairs.values() for t in (pair.a, pair.b)),
+        base_params=base.n_params if base is not None else 0,
+        nbytes=len(data),
+        ignored=draft.norms,
+        warnings=warnings,
+    )
+    return Adapter(
+        pairs,
+        data,
+        report,
+        alpha=draft.alpha,
+        metadata=draft.scalars,
+        invocation_tokens=draft.invocation_tokens,
+        tied_output=tied,
+    )
+
+
+def _warnings(
+    draft: Draft, base: BaseInfo | None, pairs: dict[str, LoraPair], dead: list[str]
+) -> Iterator[str]:
+    if ALPHA_KEY not in draft.scalars:
+        yield f"{ALPHA_KEY} is missing: the user scale applies as it is, not divided by the rank"
+    elif draft.alpha == 0:
+        yield f"{ALPHA_KEY} is 0: the user scale applies as it is, not divided by the rank"
+    elif draft.alpha < 0:
+        yield f"{ALPHA_KEY} is negative ({draft.alpha:g}): the adapter is subtracted"
+    if draft.norms:
+        yield f"left out as asked: {len(draft.norms)} norm weights, {', '.join(draft.norms[:3])}"
+    if dead:
+        yield f"{len(dead)} of {len(pairs)} pairs are all zeros, {dead[0]} for one"
+    if base is None:
+        return
+    wide = [t for t, pair in pairs.items() if pair.rank > min(base.targets[t].ne[:2])]
+    if wide:
+        yield f"{len(wide)} pairs have a rank above the sizes of their target, {wide[0]} for one"
+    if any(base.targets[target].repacked for target in pairs):
+        yield "base weights stand in a repack buffer; the adapter's tensors stay in plain memory"
+
+
+def _changes_nothing(pair: LoraPair, data: Bytes) -> bool:
+    return pair.scale == 0 or any(
+        all_zero(half.type, data[half.offset : half.offset + half.nbytes])
+        for half in (pair.b, pair.a)
+    )
+
+
+def _scale(draft: Draft, pair: DraftPair) -> float:
+    """Effective scale at user scale 1; 0 where alpha / rank underflows."""
+    return scale_of(draft.alpha, _tensors(pair)[1].ne[0], 1.0)
+
+
+def _tensors(pair: DraftPair) -> tuple[TensorInfo, TensorInfo]:
+    assert pair.a is not None  # the checks ran before
+    assert pair.b is not None
+    return pair.a, pair.b
+
+
+def _would_change_nothing(draft: Draft) -> AdapterFormatError:
+    return AdapterFormatError(
+        "the adapter would change nothing: in every pair A, B or the scale is zero",
+        path=draft.path,
+        hint="an untrained adapter has B = 0",
+    )
+
+
+def _unreadable(draft: Draft, exc: OSError) -> GGUFError:
+    return GGUFError(f"failed to read: {exc.strerror or exc}", path=draft.path)

@@ -1,0 +1,259 @@
+"""A base model in memory: its family, weights, vocabulary, and the adapters registered with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, BaseTarget, TargetKind
+from loragraph.adapters.gguf import read_adapter
+from loragraph.errors import ConfigError, InvalidRequestError, LifecycleError, UnsupportedError
+from loragraph.ggml.gguf import Scalar
+from loragraph.ggml.handles import CpuBackend
+from loragraph.ggml.lib import Library, load_library
+from loragraph.graph.arch import Family, family_of
+from loragraph.graph.lowrank.resident import PreparedAdapters
+from loragraph.model.files import ModelFiles
+from loragraph.model.hparams import HParams, read_hparams
+from loragraph.model.weights import Progress, Use, Weights
+from loragraph.vocab.chat import ChatTemplate
+from loragraph.vocab.vocab import Vocab
+
+_KINDS: Mapping[Use, TargetKind] = {
+    Use.LINEAR: TargetKind.LINEAR,
+    Use.EXPERTS: TargetKind.EXPERTS,
+    Use.LOOKUP: TargetKind.EMBEDDING,
+    Use.VECTOR: TargetKind.NONE,
+}
+
+
+class Model:
+    """One GGUF base model. Contexts compute with it, adapters are registered with it.
+
+    Closing it closes every adapter registered with it; a context that is still open forbids that.
+    """
+
+    def __init__(
+        self,
+        lib: Library,
+        files: ModelFiles,
+        weights: Weights,
+        family: Family,
+        hparams: HParams,
+        vocab: Vocab,
+        backend: CpuBackend,
+    ) -> None:
+        """Takes all of them over. Use `Model.load`."""
+        self.lib = lib
+        self.hparams = hparams
+        self.family = family
+        self.weights = weights
+        self.vocab = vocab
+        self.path = files.path
+        self.metadata: Mapping[str, Scalar] = files.metadata.scalars()
+        self.base_info = _base_info(hparams, weights)
+        self.prepared = PreparedAdapters(tied=self.base_info.tied)
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._adapters: dict[Adapter, None] = {}
+        self._contexts: dict[str, None] = {}
+        self._n_contexts = 0
+        self._closed = False
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        n_threads: int | None = None,
+        repack: bool = True,
+        ggml_folder: str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Loads the GGUF model at `path` (of a split one: the first part).
+
+        `n_threads` is what contexts use unless they say otherwise (default: the CPUs at hand);
+        `repack=False` keeps every weight as the file has it; `ggml_folder` holds other libggml
+        and libllama objects; `progress` gets (bytes done, bytes in all). Raises GGUFError,
+        UnsupportedError, BackendError.
+        """
+        threads = _checked_threads(n_threads)
+        lib = load_library(None if ggml_folder is None else Path(ggml_folder))
+        files = ModelFiles(lib, path)
+        owned: list[ModelFiles | Vocab | CpuBackend | Weights] = [files]
+        try:
+            kind = files.metadata.string("general.type", default="model")
+            if kind != "model":
+                raise UnsupportedError(
+                    f"{files.path}: expected a base model, got general.type '{kind}'",
+                    what=f"general.type {kind}",
+                    hint="an adapter is given beside its base",
+                )
+            family_class = family_of(files.metadata.string("general.architecture"))
+            hparams = read_hparams(files.metadata, family_class.rope_mode)
+            backend = CpuBackend(lib, threads)
+            owned.append(backend)
+            device = lib.c.ggml_backend_get_device(backend.ptr)
+            weights = Weights(lib, files, device, repack)
+            owned.append(weights)
+            family = family_class(hparams, weights)
+            weights.check_all_read()
+            vocab = Vocab.load(lib, files.path)
+            owned.append(vocab)
+            weights.place(progress)
+            return cls(lib, files, weights, family, hparams, vocab, backend)
+        except BaseException:
+            for one in reversed(owned):
+                one.close()
+            raise
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that a context uses unless it says otherwise."""
+        return self._backend.n_threads
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._closed
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters registered and not closed, oldest first."""
+        with self._lock:
+            return tuple(self._adapters)
+
+    @property
+    def n_adapter_pairs(self) -> int:
+        """Pairs of all registered adapters: what llama.cpp's node budget counts."""
+        return sum(len(adapter.pairs) for adapter in self.adapters)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The file's chat template, None where it has none. FormatError for one that is wrong."""
+        source = self.vocab.chat_template()
+        if source is None:
+            return None
+        return ChatTemplate(source, bos=self._text(self.vocab.bos), eos=self._text(self.vocab.eos))
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        begins: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """The token ids of a chat, by the file's template; `variables` are for the template.
+
+        As in llama.cpp: control tokens are parsed everywhere, and a BOS or EOS that both the
+        template and the vocabulary add stands there once. `begins`: see `Vocab.tokenize`'s
+        `add_special`.
+        """
+        self.check_open()
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                f"{self.path.name} has no chat template",
+                param="messages",
+                hint="give the prompt as plain text",
+            )
+        text = self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, **variables
+        )
+        if begins and self.vocab.add_bos:
+            text = text.removeprefix(self._text(self.vocab.bos))
+        if begins and self.vocab.add_eos:
+            text = text.removesuffix(self._text(self.vocab.eos))
+        return self.vocab.tokenize(text, add_special=begins, parse_special=True)
+
+    def load_adapter(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ignore_norm: bool = False,
+        tied_output: bool | None = None,
+    ) -> Adapter:
+        """Loads and registers a GGUF adapter; see `loragraph.adapters.gguf.read_adapter`."""
+        self.check_open()
+        adapter = read_adapter(
+            self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
+        )
+        with self._lock:
+            self._adapters[adapter] = None
+        adapter.on_close(self._forget)
+        return adapter
+
+    def check_open(self) -> None:
+        """Raises LifecycleError after close()."""
+        if self._closed:
+            raise LifecycleError(f"the model {self.path.name} was used after its close")
+
+    def enter_context(self) -> str:
+        """Registers a context and gives its name."""
+        self.check_open()
+        with self._lock:
+            self._n_contexts += 1
+            name = f"context {self._n_contexts} of {self.path.name}"
+            self._contexts[name] = None
+            return name
+
+    def leave_context(self, name: str) -> None:
+        """Takes a context's registration back."""
+        with self._lock:
+            self._contexts.pop(name, None)
+
+    def close(self) -> None:
+        """Closes the adapters and frees the weights; LifecycleError while a context is open."""
+        with self._lock:
+            if self._contexts:
+                raise LifecycleError(
+                    f"the model was closed while in use by {', '.join(self._contexts)}",
+                    hint="close the contexts first",
+                )
+            if self._closed:
+                return
+            self._closed = True
+            adapters = tuple(self._adapters)
+        for adapter in adapters:
+            adapter.close()
+        self.vocab.close()
+        self.weights.close()
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self.vocab.piece(token).decode("utf-8", "replace")
+
+    def _forget(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._adapters.pop(adapter, None)
+
+
+def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:
+    targets = {
+        name: BaseTarget(name, weight.ne, _KINDS[weight.use], weight.repacked)
+        for name, weight in sorted(weights.by_name.items())
+    }
+    tied = weights.by_name[OUTPUT].info.name == TOKEN_EMBD
+    return BaseInfo(hparams.arch, hparams.name, targets, tied)
+
+
+def _checked_threads(n_threads: int | None) -> int:
+    if n_threads is None:
+        return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 512)
+    if not 1 <= n_threads <= 512:
+        raise ConfigError(f"expected 1 to 512, got {n_threads}", field="n_threads")
+    return n_threads

@@ -1,0 +1,197 @@
+"""Runs steps: keeps graphs by shape, writes their inputs, computes, hands out logits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.adapters.mix import EMPTY_MIX
+from loragraph.ggml.handles import (
+    I32,
+    CpuBackend,
+    GraphAllocator,
+    Tensor,
+    TensorContext,
+    array_view,
+)
+from loragraph.graph.arch import Family
+from loragraph.graph.attention.base import Attention, n_kv_for
+from loragraph.graph.batch import Batch
+from loragraph.graph.builder import Builder
+from loragraph.graph.inputs import Inputs, InputSpec
+from loragraph.graph.kv_cache import KvCache
+from loragraph.graph.lowrank.base import GraphLowering, Lowering
+
+MAX_GRAPHS = 16
+"""Kept graphs; each holds about half a kilobyte a node, and none holds compute memory."""
+
+_MIN_NODES = 1024
+_NODES_PER_TENSOR = 8  # llama.cpp's budget of nodes for a base graph
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeKey:
+    """What decides a graph's structure; all else is input data."""
+
+    n_tokens: int
+    n_outputs: int
+    n_kv: int
+    lowering: Hashable  # False: no token carries an adapter
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so far, for tests and reports."""
+
+    n_steps: int = 0
+    n_graphs_built: int = 0
+    n_graphs_reused: int = 0
+    n_graphs_dropped: int = 0
+    n_nodes: int = 0  # of the graph computed last
+    node_budget: int = 0  # of the graph built last
+    compute_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptGraph:
+    """A built graph; its tensors have addresses in the shared compute buffer."""
+
+    ctx: TensorContext
+    graph: Any
+    logits: Tensor  # F32 [n_vocab, n_outputs]
+    lowering: GraphLowering  # keeps the custom nodes' structs alive
+    n_nodes: int
+
+
+class Runner:
+    """One family, one cache, one lowering on one CPU backend. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        family: Family,
+        n_tensors: int,
+        cache: KvCache,
+        attention: Attention,
+        lowering: Lowering,
+        backend: CpuBackend,
+        n_batch: int,
+    ) -> None:
+        """Takes cache, lowering and backend over. `n_tensors` of the base sets the node budget."""
+        self.counters = Counters()
+        self._family = family
+        self._n_tensors = n_tensors
+        self._cache = cache
+        self._attention = attention
+        self._lowering = lowering
+        self._backend = backend
+        self._lib = backend.lib
+        self._graphs: OrderedDict[ShapeKey, KeptGraph] = OrderedDict()
+        self._allocator = GraphAllocator(self._lib)
+        own = {name: InputSpec(I32, n_batch) for name in ("tokens", "positions", "out_ids")}
+        specs = own | dict(attention.specs(n_batch, cache.n_cells))
+        self._inputs = Inputs(self._lib, specs)
+        self._reserve(n_batch)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """One step: logits (n_outputs, n_vocab) f32, a copy."""
+        n_kv = n_kv_for(int(batch.cells.max()) + 1, self._cache.n_cells)
+        graph = self._graph_for(batch, n_kv)
+        self._write(batch, n_kv)
+        self._backend.compute(graph.graph)
+        self.counters.n_steps += 1
+        self.counters.n_nodes = graph.n_nodes
+        n_vocab, n_outputs = graph.logits.ne[:2]
+        return array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab).copy()
+
+    def drop_graphs(self) -> None:
+        """Drops every kept graph."""
+        while self._graphs:
+            self._drop_oldest()
+
+    def close(self) -> None:
+        """Frees everything it took over."""
+        self.drop_graphs()
+        self._allocator.close()
+        self._inputs.close()
+        self._lowering.close()
+        self._cache.close()
+        self._backend.close()
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of cells, step inputs and compute memory."""
+        return {
+            "cells": self._cache.nbytes,
+            "inputs": self._inputs.nbytes,
+            "compute": self._allocator.nbytes,
+        }
+
+    def _graph_for(self, batch: Batch, n_kv: int) -> KeptGraph:
+        lowering_key = self._lowering.graph_key(batch)
+        key = ShapeKey(batch.n_tokens, batch.n_outputs, n_kv, lowering_key)
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            self.counters.n_graphs_reused += 1
+            return graph
+        graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
+        if self._allocator.allocate(graph.graph):
+            self.drop_graphs()  # the buffer moved: their addresses are dead
+        graph.lowering.bind()
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._drop_oldest()
+        self.counters.n_graphs_built += 1
+        self.counters.compute_bytes = self._allocator.nbytes
+        return graph
+
+    def _build(self, batch: Batch, n_tokens: int, n_outputs: int, n_kv: int) -> KeptGraph:
+        base_nodes = max(_MIN_NODES, _NODES_PER_TENSOR * self._n_tensors)
+        n_nodes = base_nodes + self._lowering.extra_nodes()
+        self.counters.node_budget = n_nodes
+        ctx = TensorContext(self._lib, n_nodes, n_nodes)
+        try:
+            graph = self._lib.c.ggml_new_graph_custom(ctx.ptr, n_nodes, False)
+            lowering = self._lowering.begin(batch)
+            builder = Builder(
+                ctx,
+                graph,
+                lowering,
+                self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv),
+                tokens=self._inputs.tensor(ctx, "tokens", n_tokens),
+                positions=self._inputs.tensor(ctx, "positions", n_tokens),
+                out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
+            )
+            logits = self._family.build(builder)
+            self._lib.c.ggml_set_output(logits.ptr)
+            self._lib.c.ggml_build_forward_expand(graph, logits.ptr)
+        except BaseException:
+            ctx.close()
+            raise
+        return KeptGraph(ctx, graph, logits, lowering, self._lib.c.ggml_graph_n_nodes(graph))
+
+    def _write(self, batch: Batch, n_kv: int) -> None:
+        """Writes every input of the step: what stays unwritten would be the last step's."""
+        self._inputs.view("tokens", batch.n_tokens)[:] = batch.tokens
+        self._inputs.view("positions", batch.n_tokens)[:] = batch.positions
+        self._inputs.view("out_ids", batch.n_outputs)[:] = batch.outputs
+        self._attention.write(self._inputs, self._cache, batch, n_kv)
+        self._lowering.write(batch)
+
+    def _reserve(self, n_batch: int) -> None:
+        """Sizes the compute buffer for the largest base graph; adapters add little to it."""
+        indices = np.arange(n_batch, dtype=np.int32)
+        widest = Batch.of_one(indices, 0, EMPTY_MIX, indices)
+        graph = self._build(widest, n_batch, n_batch, self._cache.n_cells)
+        self._allocator.reserve(graph.graph)
+        graph.ctx.close()
+
+    def _drop_oldest(self) -> None:
+        _, graph = self._graphs.popitem(last=False)
+        graph.ctx.close()
+        self.counters.n_graphs_dropped += 1

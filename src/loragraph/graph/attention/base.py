@@ -1,0 +1,65 @@
+"""What the two masked attentions share: the mask, the cell indices, the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from loragraph.ggml.handles import Tensor, TensorContext
+from loragraph.ggml.ops import Ops
+from loragraph.graph.batch import Batch
+from loragraph.graph.inputs import Inputs, InputSpec
+from loragraph.graph.kv_cache import KvCache
+
+CELL_QUANTUM = 256
+"""The number of cells a graph walks is a multiple of this, so that it stays valid for a while."""
+
+
+def n_kv_for(n_used: int, n_cells: int) -> int:
+    """Cells that a graph walks when `n_used` are in use; `n_cells` is a multiple of the quantum."""
+    return min(n_cells, max(CELL_QUANTUM, -(-n_used // CELL_QUANTUM) * CELL_QUANTUM))
+
+
+class AttentionGraph(Protocol):
+    """Attention in one graph: inputs are declared once, then one call a layer."""
+
+    def layer(
+        self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        """q, k, v F32 [hd, n_head(_kv), n_tokens] -> F32 [hd * n_head, n_tokens].
+
+        Also the nodes that write K and V: nothing refers to them, so the graph must take them in
+        first, by hand.
+        """
+
+
+class Attention(Protocol):
+    """A way to attend: what inputs it needs, its part of a graph, its part of a step."""
+
+    v_transposed: bool
+
+    def specs(self, n_batch: int, n_cells: int) -> Mapping[str, InputSpec]:
+        """The step inputs that it needs at most."""
+
+    def begin(
+        self, ctx: TensorContext, inputs: Inputs, cache: KvCache, n_tokens: int, n_kv: int
+    ) -> AttentionGraph:
+        """Declares its inputs in a new graph."""
+
+    def write(self, inputs: Inputs, cache: KvCache, batch: Batch, n_kv: int) -> None:
+        """Writes its inputs for one step."""
+
+
+def write_causal_mask(inputs: Inputs, batch: Batch, n_kv: int) -> None:
+    """mask (n_tokens, n_kv): 0 where the cell is at or before the token's own, else -inf.
+
+    One sequence fills its cells in order, so a cell's index is its position.
+    """
+    mask = inputs.view("mask", batch.n_tokens * n_kv).reshape(batch.n_tokens, n_kv)
+    mask.fill(-np.inf)
+    if batch.n_tokens == 1:
+        mask[0, : batch.cells[0] + 1] = 0
+    else:
+        mask[np.arange(n_kv)[None, :] <= batch.cells[:, None]] = 0

@@ -1,0 +1,69 @@
+"""ggml's flash attention over the cells in use, with an F16 mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loragraph.ggml.handles import F16, I64, Tensor, TensorContext
+from loragraph.ggml.ops import Ops
+from loragraph.graph.attention.base import write_causal_mask
+from loragraph.graph.batch import Batch
+from loragraph.graph.inputs import Inputs, InputSpec
+from loragraph.graph.kv_cache import KvCache
+
+
+class FlashAttention:
+    """Default on every backend; K and V are stored alike."""
+
+    v_transposed = False
+
+    def specs(self, n_batch: int, n_cells: int) -> Mapping[str, InputSpec]:
+        """Cell indices I64 [n_tokens] and the mask F16 [n_kv, n_tokens]."""
+        return {"cells": InputSpec(I64, n_batch), "mask": InputSpec(F16, n_batch * n_cells)}
+
+    def begin(
+        self, ctx: TensorContext, inputs: Inputs, cache: KvCache, n_tokens: int, n_kv: int
+    ) -> _Graph:
+        """Declares cell indices and mask."""
+        cells = inputs.tensor(ctx, "cells", n_tokens)
+        return _Graph(cache, cells, inputs.tensor(ctx, "mask", n_kv, n_tokens), n_kv)
+
+    def write(self, inputs: Inputs, cache: KvCache, batch: Batch, n_kv: int) -> None:
+        """Fills cell indices and mask."""
+        inputs.view("cells", batch.n_tokens)[:] = batch.cells
+        write_causal_mask(inputs, batch, n_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    cache: KvCache
+    cells: Tensor  # I64 [n_tokens]
+    mask: Tensor  # F16 [n_kv, n_tokens]
+    n_kv: int
+
+    def layer(
+        self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        n_tokens = q.ne[2]
+        writes = [
+            ops.set_rows(cache, ops.reshape(new, cache.ne[0], n_tokens), self.cells)
+            for cache, new in ((self.cache.k[il], k), (self.cache.v[il], v))
+        ]
+        out = ops.flash_attn(
+            ops.permute(q, 0, 2, 1, 3),
+            self._read(ops, self.cache.k[il], k.ne[0]),
+            self._read(ops, self.cache.v[il], v.ne[0]),
+            self.mask,
+            scale,
+        )
+        ops.accumulate_in_f32(out)
+        return ops.reshape(out, q.ne[0] * q.ne[1], n_tokens), writes
+
+    def _read(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
+        """The cells in use as [hd, n_kv, n_head_kv]."""
+        size = ops.lib.c.ggml_row_size
+        heads = cache.ne[0] // n_embd_head
+        strides = (size(cache.type, n_embd_head), size(cache.type, cache.ne[0]))
+        view = ops.view(cache, (n_embd_head, heads, self.n_kv), strides)
+        return ops.permute(view, 0, 2, 1, 3)

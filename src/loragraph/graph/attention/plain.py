@@ -1,0 +1,86 @@
+"""Attention by matrix products and softmax: with F32 cells the exact mode of comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from loragraph.ggml.handles import F32, I64, Tensor, TensorContext
+from loragraph.ggml.ops import Ops
+from loragraph.graph.attention.base import write_causal_mask
+from loragraph.graph.batch import Batch
+from loragraph.graph.inputs import Inputs, InputSpec
+from loragraph.graph.kv_cache import KvCache
+
+
+class PlainAttention:
+    """softmax(K q) V with V stored transposed; `widths` are the K/V widths of the layers."""
+
+    v_transposed = True
+
+    def __init__(self, widths: frozenset[int]) -> None:
+        self._widths = widths
+
+    def specs(self, n_batch: int, n_cells: int) -> Mapping[str, InputSpec]:
+        """Cell indices, an index for every value of V, the mask F32 [n_kv, n_tokens]."""
+        specs = {"cells": InputSpec(I64, n_batch), "mask": InputSpec(F32, n_batch * n_cells)}
+        return specs | {f"v_cells_{w}": InputSpec(I64, n_batch * w) for w in self._widths}
+
+    def begin(
+        self, ctx: TensorContext, inputs: Inputs, cache: KvCache, n_tokens: int, n_kv: int
+    ) -> _Graph:
+        """Declares its inputs."""
+        cells = inputs.tensor(ctx, "cells", n_tokens)
+        mask = inputs.tensor(ctx, "mask", n_kv, n_tokens)
+        values = {w: inputs.tensor(ctx, f"v_cells_{w}", n_tokens * w) for w in self._widths}
+        return _Graph(cache, cells, values, mask, n_kv)
+
+    def write(self, inputs: Inputs, cache: KvCache, batch: Batch, n_kv: int) -> None:
+        """Fills its inputs: value j of token t goes to j * n_cells + cell(t)."""
+        inputs.view("cells", batch.n_tokens)[:] = batch.cells
+        for w in self._widths:
+            index = batch.cells[:, None] + np.arange(w)[None, :] * cache.n_cells
+            inputs.view(f"v_cells_{w}", batch.n_tokens * w)[:] = index.ravel()
+        write_causal_mask(inputs, batch, n_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    cache: KvCache
+    cells: Tensor  # I64 [n_tokens]
+    value_cells: Mapping[int, Tensor]  # I64 [n_tokens * n_embd_kv]
+    mask: Tensor  # F32 [n_kv, n_tokens]
+    n_kv: int
+
+    def layer(
+        self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        k_cache, v_cache = self.cache.k[il], self.cache.v[il]
+        n_tokens, n_embd_head = q.ne[2], k.ne[0]
+        width = k_cache.ne[0]
+        flat = ops.view(v_cache, (1, v_cache.ne[0] * v_cache.ne[1]), (self._bytes(ops, 1),))
+        writes = [
+            ops.set_rows(k_cache, ops.reshape(k, width, n_tokens), self.cells),
+            ops.set_rows(flat, ops.reshape(v, 1, width * n_tokens), self.value_cells[width]),
+        ]
+        k_read = ops.permute(self._read_k(ops, k_cache, n_embd_head), 0, 2, 1, 3)
+        scores = ops.mul_mat(k_read, ops.permute(q, 0, 2, 1, 3))  # [n_kv, n_tokens, n_head]
+        ops.accumulate_in_f32(scores)
+        weights = ops.soft_max(scores, self.mask, scale)
+        out = ops.mul_mat(self._read_v(ops, v_cache, n_embd_head), weights)
+        return ops.cont_2d(ops.permute(out, 0, 2, 1, 3), q.ne[0] * q.ne[1], n_tokens), writes
+
+    def _read_k(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
+        strides = (self._bytes(ops, n_embd_head), self._bytes(ops, cache.ne[0]))
+        return ops.view(cache, (n_embd_head, cache.ne[0] // n_embd_head, self.n_kv), strides)
+
+    def _read_v(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
+        """[n_kv, hd, n_head_kv] of the transposed cache."""
+        n_cells, width = cache.ne[0], cache.ne[1]
+        strides = (self._bytes(ops, n_cells), self._bytes(ops, n_cells * n_embd_head))
+        return ops.view(cache, (self.n_kv, n_embd_head, width // n_embd_head), strides)
+
+    def _bytes(self, ops: Ops, n: int) -> int:
+        return int(ops.lib.c.ggml_row_size(self.cache.type, n))

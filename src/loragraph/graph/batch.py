@@ -1,0 +1,50 @@
+"""The flat tokens of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.adapters.mix import Mix
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens of any sequences, each with its place and its adapters; `mixes[i]` is named by mix.
+
+    Every array has one entry a token. A token sees the cells of its own sequence up to itself:
+    here, with one sequence a context, cells [0, cell of the token].
+    """
+
+    tokens: NDArray[np.int32]  # (n_tokens,) i32
+    positions: NDArray[np.int32]  # (n_tokens,) i32
+    cells: NDArray[np.int64]  # (n_tokens,) i64, where K and V are written
+    mix: NDArray[np.int32]  # (n_tokens,) i32, index into mixes
+    mixes: tuple[Mix, ...]
+    outputs: NDArray[np.int32]  # (n_outputs,) i32, ascending indices of tokens whose logits count
+
+    @classmethod
+    def of_one(
+        cls, tokens: NDArray[np.int32], first: int, mix: Mix, outputs: NDArray[np.int32]
+    ) -> Batch:
+        """Tokens of one sequence that fills its cells in order from `first`, all with one mix."""
+        places = np.arange(first, first + len(tokens))
+        none = np.zeros(len(tokens), np.int32)
+        return cls(tokens, places.astype(np.int32), places, none, (mix,), outputs)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the step."""
+        return len(self.tokens)
+
+    @property
+    def n_outputs(self) -> int:
+        """Rows of logits that the step gives."""
+        return len(self.outputs)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether some token carries an adapter."""
+        return any(self.mixes[i] for i in np.unique(self.mix))

@@ -1,0 +1,98 @@
+"""Builds the graph of one step shape. The only place where a weight meets an activation.
+
+A model family calls `embed`, `linear` and `linear_id` (the three seams) and the plain operations
+below; it never mentions adapters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loragraph.ggml.handles import Tensor, TensorContext
+from loragraph.ggml.ops import Ops, Rope
+from loragraph.graph.attention.base import AttentionGraph
+from loragraph.graph.lowrank.base import GraphLowering, RowSet
+from loragraph.model.weights import Weight
+
+
+class Builder:
+    """Makes nodes in call order: what is called first is computed first."""
+
+    def __init__(
+        self,
+        ctx: TensorContext,
+        graph: Any,
+        lowering: GraphLowering,
+        attention: AttentionGraph,
+        *,
+        tokens: Tensor,
+        positions: Tensor,
+        out_ids: Tensor,
+    ) -> None:
+        self.ops = Ops(ctx)
+        self._graph = graph
+        self._lowering = lowering
+        self._attention = attention
+        self._tokens = tokens  # I32 [n_tokens]
+        self._positions = positions  # I32 [n_tokens]
+        self._out_ids = out_ids  # I32 [n_outputs]
+        self._rows = RowSet.TOKENS
+
+    def embed(self, table: Weight) -> Tensor:
+        """The table's rows of the step's tokens, F32 [n_embd, n_tokens], adapters included."""
+        x = self.ops.get_rows(table.tensor, self._tokens)
+        return self._take(self._lowering.lookup(self.ops, table, self._tokens, x))
+
+    def linear(self, w: Weight, x: Tensor, bias: Weight | None = None) -> Tensor:
+        """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n]."""
+        y = self.ops.mul_mat(w.tensor, x)
+        if w.scale is not None:  # belongs to the base product alone
+            y = self.ops.mul(y, w.scale.tensor)
+        y = self._lowering.linear(self.ops, w, x, y, self._rows)
+        return self._take(y if bias is None else self.ops.add(y, bias.tensor))
+
+    def linear_id(self, w: Weight, x: Tensor, ids: Tensor) -> Tensor:
+        """Products with the experts `ids` I32 [n_used, n] of x F32 [n_in, 1 or n_used, n]."""
+        y = self.ops.mul_mat_id(w.tensor, x, ids)
+        if w.scale is not None:
+            y = self.ops.mul(y, self._expert_scales(w.scale, ids))
+        return self._take(self._lowering.experts(self.ops, w, x, ids, y))
+
+    def rms_norm(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
+        """RMS norm over n_embd, times the weight."""
+        return self.ops.mul(self.ops.rms_norm(x, eps), weight.tensor)
+
+    def heads(self, x: Tensor, n_head: int) -> Tensor:
+        """[n_embd_head * n_head, n] as [n_embd_head, n_head, n]."""
+        return self.ops.reshape(x, x.ne[0] // n_head, n_head, x.ne[1])
+
+    def rope(self, x: Tensor, rope: Rope, freq_factors: Weight | None = None) -> Tensor:
+        """Rotates [n_embd_head, n_head, n] by the tokens' positions."""
+        factors = None if freq_factors is None else freq_factors.tensor
+        return self.ops.rope(x, self._positions, rope, factors)
+
+    def attention(self, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Stores K and V of the tokens, attends: F32 [n_embd_head * n_head, n]."""
+        for part in (q, v, k):
+            self._take(part)
+        out, writes = self._attention.layer(self.ops, il, q, k, v, scale)
+        for write in writes:  # nothing refers to them, and they must come before the reads
+            self._take(write)
+        return self._take(out)
+
+    def output_rows(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Only the rows whose logits are wanted; from here on every activation has these rows."""
+        self._rows = RowSet.OUTPUTS
+        return tuple(self.ops.get_rows(x, self._out_ids) for x in xs)
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        self.ops.lib.c.ggml_build_forward_expand(self._graph, tensor.ptr)
+        return tensor
+
+    def _expert_scales(self, scale: Weight, ids: Tensor) -> Tensor:
+        """w_s of the chosen experts, F32 [1, n_used, n]."""
+        n_used, n = ids.ne[0], ids.ne[1]
+        table = self.ops.reshape(scale.tensor, 1, scale.ne[0])
+        flat = self.ops.view(ids, (n_used * n,)) if n == 1 else self.ops.cont_2d(ids, n_used * n, 1)
+        rows = self.ops.get_rows(table, flat)
+        return self.ops.reshape(rows, 1, n_used, n)

@@ -1,0 +1,43 @@
+"""The K and V tensors: one cell holds one token's K and V of every layer."""
+
+from __future__ import annotations
+
+from loragraph.ggml.handles import Buffer, Tensor, TensorContext
+from loragraph.ggml.lib import Library
+from loragraph.model.hparams import HParams
+
+
+class KvCache:
+    """Unified cells: any sequence may use any cell; who sits where is decided elsewhere.
+
+    K of a layer is [n_embd_kv, n_cells]. V has the same shape, or, for plain attention, is
+    transposed: [n_cells, n_embd_kv], so that a product over cells reads whole rows.
+    """
+
+    def __init__(
+        self, lib: Library, hparams: HParams, n_cells: int, type_: int, *, v_transposed: bool
+    ) -> None:
+        self.n_cells = n_cells
+        self.type = type_
+        self.v_transposed = v_transposed
+        self._ctx = TensorContext(lib, 2 * hparams.n_layer)
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        for il in range(hparams.n_layer):
+            width = hparams.n_embd_kv(il)
+            v_ne = (n_cells, width) if v_transposed else (width, n_cells)
+            self.k.append(self._ctx.new_tensor(type_, (width, n_cells), f"cache_k_l{il}"))
+            self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
+        self._buffer = Buffer.for_tensors(self._ctx)
+        # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
+        lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells."""
+        return self._buffer.nbytes
+
+    def close(self) -> None:
+        """Frees the cells."""
+        self._buffer.close()
+        self._ctx.close()

@@ -1,0 +1,85 @@
+"""What the lowerings of y = W x + sum_i s_i B_i A_i x have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import Enum
+from typing import Protocol
+
+from loragraph.adapters.mix import Mix
+from loragraph.ggml.handles import Tensor
+from loragraph.ggml.ops import Ops
+from loragraph.graph.batch import Batch
+from loragraph.model.weights import Weight
+
+NODES_PER_PAIR_BUDGET = 6
+"""Nodes that llama.cpp reserves for one pair of a registered adapter; the branch uses four."""
+
+
+class RowSet(Enum):
+    """Which rows an activation holds: all tokens, or only those whose logits are wanted."""
+
+    TOKENS = "tokens"
+    OUTPUTS = "outputs"
+
+
+class GraphLowering(Protocol):
+    """The low-rank part of one graph, called from the builder's three seams."""
+
+    def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
+        """y F32 [n_out, n] = W x; gives y plus the low-rank part."""
+
+    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        """The same for products with the experts `ids` I32 [n_used, n]."""
+
+    def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
+        """The same for rows `ids` I32 [n] of the token table."""
+
+    def bind(self) -> None:
+        """Called once the graph has memory: addresses of its tensors are final."""
+
+
+class Lowering(Protocol):
+    """One way to compute the low-rank part, for all graphs of a context."""
+
+    name: str
+
+    def graph_key(self, batch: Batch) -> Hashable:
+        """What of the adapters decides a graph's structure; False: no low-rank nodes at all."""
+
+    def extra_nodes(self) -> int:
+        """Nodes that a graph may need beyond the base's."""
+
+    def begin(self, batch: Batch) -> GraphLowering:
+        """The low-rank part of a new graph with this batch's key."""
+
+    def check(self, mix: Mix) -> None:
+        """Raises UnsupportedError for a mix that this lowering cannot compute."""
+
+    def attach(self, mix: Mix) -> None:
+        """Makes the mix's adapters ready, before a step that uses them."""
+
+    def write(self, batch: Batch) -> None:
+        """Writes the step's inputs."""
+
+    def close(self) -> None:
+        """Frees its memory."""
+
+
+class NoLowering:
+    """The base alone: no low-rank nodes."""
+
+    def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
+        """y itself."""
+        return y
+
+    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        """y itself."""
+        return y
+
+    def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
+        """y itself."""
+        return y
+
+    def bind(self) -> None:
+        """Nothing to bind."""

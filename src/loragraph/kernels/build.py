@@ -1,0 +1,40 @@
+"""Compiles the native kernels into `loragraph.kernels._kernels` (cffi, API mode).
+
+setup.py names `ffibuilder` below. The instruction sets are chosen by pragmas inside the C files
+and at run time, never by compiler flags, so one build serves every CPU of an architecture.
+"""
+
+from pathlib import Path
+
+from cffi import FFI
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = (
+    "lowrank.c",
+    "lowrank_portable.c",
+    "lowrank_avx2.c",
+    "lowrank_avx512.c",
+    "lowrank_neon.c",
+)
+HEADERS = ("lowrank.h",)
+
+
+def declarations(header: Path) -> str:
+    """The header without preprocessor lines, which cffi does not read."""
+    lines = header.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if not line.startswith("#"))
+
+
+ffibuilder = FFI()
+for name in HEADERS:
+    ffibuilder.cdef(declarations(FOLDER / name))
+ffibuilder.set_source(
+    "loragraph.kernels._kernels",
+    "\n".join(f'#include "{name}"' for name in HEADERS),
+    # Relative, as setuptools demands; it runs in the folder of setup.py.
+    sources=[f"src/loragraph/kernels/{name}" for name in SOURCES],
+    include_dirs=["src/loragraph/kernels"],
+    depends=[f"src/loragraph/kernels/{path.name}" for path in sorted(FOLDER.glob("*.h"))],
+    # The portable kernels must not be contracted to fma in one tile shape and not in another.
+    extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off"],
+)

@@ -1,0 +1,35 @@
+/* Vector primitives for AVX2, FMA and F16C; the contract stands in simd_portable.h. */
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#define VL 8
+#define SHRINK_ROWS 2 /* 4 ranks x 2 rows: 8 of 16 registers cover the latency of two FMA units */
+#define EXPAND_ROWS 2
+#define INLINE static inline __attribute__((always_inline))
+
+typedef __m256 vf;
+
+INLINE float half_to_float(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
+INLINE vf v_set1(float s) { return _mm256_set1_ps(s); }
+INLINE vf v_load(const void *p) { return _mm256_loadu_ps(p); }
+INLINE void v_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
+INLINE vf v_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+INLINE vf v_load_bf16(const void *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
+}
+INLINE vf v_load_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
+INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE float v_sum(vf v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
