@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Literal, Self, Unpack
 
@@ -21,7 +21,7 @@ from loragraph.engine.generate import (
     prompt_tokens,
     sampling_params,
 )
-from loragraph.engine.model import Model
+from loragraph.engine.model import Model, checked_threads
 from loragraph.engine.runner import Counters, Runner
 from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
@@ -71,6 +71,7 @@ class Context:
     ) -> None:
         """`n_batch` is the most tokens that one step computes; a longer input takes several."""
         _check_options(n_ctx, lowering, kv_type, attention, n_batch)
+        threads = model.n_threads if n_threads is None else checked_threads(n_threads)
         self.model = model
         self.n_ctx = n_ctx
         self.n_batch = min(n_batch, n_ctx)
@@ -82,7 +83,7 @@ class Context:
         self.name = model.enter_context()
         try:
             self._lowering, self._runner = _make_runner(
-                model, n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
+                model, n_ctx, self.n_batch, lowering, kv_type, attention, threads
             )
         except BaseException:
             model.leave_context(self.name)
@@ -328,17 +329,21 @@ def _make_runner(
     lowering_name: LoweringName,
     kv_type: KvType,
     attention_name: AttentionName,
-    n_threads: int | None,
+    n_threads: int,
 ) -> tuple[Lowering, Runner]:
     hparams, lib = model.hparams, model.lib
     widths = frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
     attention: Attention = FlashAttention() if attention_name == "flash" else PlainAttention(widths)
     lowering = _make_lowering(model, lowering_name, n_batch)
     n_cells = -(-n_ctx // CELL_QUANTUM) * CELL_QUANTUM
-    backend = CpuBackend(lib, n_threads or model.n_threads)
-    cache = KvCache(lib, hparams, n_cells, _KV_TYPES[kv_type], v_transposed=attention.v_transposed)
     n_tensors = len(model.weights.by_name)
-    runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
+    with ExitStack() as undo:
+        backend = undo.enter_context(CpuBackend(lib, n_threads))
+        type_k, v_transposed = _KV_TYPES[kv_type], attention.v_transposed
+        cache = KvCache(lib, hparams, n_cells, type_k, v_transposed=v_transposed)
+        undo.callback(cache.close)
+        runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
+        undo.pop_all()
     return lowering, runner
 
 

@@ -83,7 +83,7 @@ class Model:
         and libllama objects; `progress` gets (bytes done, bytes in all). Raises GGUFError,
         UnsupportedError, BackendError.
         """
-        threads = _checked_threads(n_threads)
+        threads = checked_threads(n_threads)
         lib = load_library(None if ggml_folder is None else Path(ggml_folder))
         files = ModelFiles(lib, path)
         owned: list[ModelFiles | Vocab | CpuBackend | Weights] = [files]
@@ -251,7 +251,8 @@ def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:
     return BaseInfo(hparams.arch, hparams.name, targets, tied)
 
 
-def _checked_threads(n_threads: int | None) -> int:
+def checked_threads(n_threads: int | None) -> int:
+    """The number itself, or for None the CPUs at hand; ConfigError outside 1 to 512."""
     if n_threads is None:
         return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 512)
     if not 1 <= n_threads <= 512:
