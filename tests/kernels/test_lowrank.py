@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from itertools import product
 
@@ -10,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from loragraph.errors import BackendError, CapacityError, UnsupportedError
+from loragraph.kernels import library
 from loragraph.kernels.lowrank import (
     ExpandNode,
     Group,
@@ -162,6 +165,43 @@ def test_row_alone_equals_row_in_a_step(
         np.testing.assert_array_equal(out[row], whole[row])
 
 
+@pytest.mark.parametrize("skew", [False, True])
+def test_many_adapters_of_a_row_each(isa: str, rng: np.random.Generator, skew: bool) -> None:
+    """Whether threads share out rows or columns, every row gets the bits that it gets alone."""
+    ranks = [1, 3, 8, 16, 33, 64, 0, 5, 16, 16, 8, 4, 300 if skew else 9]
+    table = Table.random(rng, 67, 77, ranks, (F16, F16))
+    order = rng.permutation(len(ranks))
+    entries = [(slot, int(order[slot]), 1.0 + slot) for slot in range(len(ranks))]
+    entries += [(2, int(order[5]), -1.0), (12, int(order[0]), 0.5)]
+    entries.sort()
+    x, y = rows(rng, len(ranks), 67), rows(rng, len(ranks), 77)
+    check([table], x, [y], entries, 3)
+    whole = run_native([table], x, [y], entries)[0]
+    for n_threads in (2, 3, 5):
+        np.testing.assert_array_equal(run_native([table], x, [y], entries, n_threads)[0], whole)
+    for row in range(len(ranks)):
+        alone = [entry for entry in entries if entry[1] == row]
+        np.testing.assert_array_equal(run_native([table], x, [y], alone)[0][row], whole[row])
+
+
+def test_many_adapters_on_one_row(isa: str, rng: np.random.Generator) -> None:
+    """A single row with many adapters is still shared out, and summed in order."""
+    table = Table.random(rng, 40, 48, [4] * 12, (F32, F32))
+    entries: list[Entry] = [(slot, 0, 1.0) for slot in range(12)]
+    x, y = rows(rng, 1, 40), rows(rng, 1, 48)
+    check([table], x, [y], entries, 2)
+    np.testing.assert_array_equal(
+        run_native([table], x, [y], entries, 3)[0], run_native([table], x, [y], entries)[0]
+    )
+
+
+def test_wide_target_in_column_blocks(isa: str, rng: np.random.Generator) -> None:
+    """A row wider than the block of sums is added in full, with unlike ranks behind each other."""
+    table = Table.random(rng, 16, 4500, [5, 8], (F16, F16))
+    entries = [(0, 0, 1.0), (1, 0, 1.0), (1, 1, 2.0)]
+    check([table], rows(rng, 2, 16), [rows(rng, 2, 4500)], entries, 2)
+
+
 def test_shared_shrink_equals_own_shrink(isa: str, rng: np.random.Generator) -> None:
     """Targets that share a shrink node get the bits that they would get alone."""
     tables = [Table.random(rng, 70, n, [5, 16], (F16, F16)) for n in (70, 20, 33)]
@@ -312,6 +352,38 @@ def test_step_refuses_what_does_not_fit() -> None:
     assert step.n_entries == 4
     with pytest.raises(CapacityError, match="at most 1 groups of 4 entries"):
         step.write([Group(0, [0], [1.0]), Group(1, [0], [1.0])])
+
+
+def test_flat_arrays_are_groups(rng: np.random.Generator) -> None:
+    """write_csr takes what write makes of groups; pointers that miss entries are refused."""
+    table = Table.random(rng, 16, 8, [4, 4], (F32, F32))
+    x, ys = rows(rng, 3, 16), [np.zeros((3, 8), np.float32) for _ in range(2)]
+    step = LowrankStep(3, 2, 4)
+    shrink = ShrinkNode(step, [table.native])
+    shrink.bind(x.ctypes.data, 16)
+    expand = ExpandNode(shrink)
+    step.write([Group(1, [0, 2], [1.0, 2.0]), Group(0, [2], [3.0])])
+    expand.bind(ys[0].ctypes.data, 8)
+    run_nodes([shrink, expand])
+    step.write_csr(
+        np.array([1, 0]), np.array([0, 2, 3]), np.array([0, 2, 2]), np.array([1.0, 2.0, 3.0])
+    )
+    expand.bind(ys[1].ctypes.data, 8)
+    run_nodes([shrink, expand])
+    np.testing.assert_array_equal(ys[0], ys[1])
+    assert ys[0][2].any()
+    with pytest.raises(ValueError, match="ptr: expected 0 to 3, got 0 to 2"):
+        step.write_csr([1, 0], [0, 1, 2], [0, 2, 2], [1.0, 2.0, 3.0])
+
+
+def test_missing_build_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the compiled module cannot be imported, a BackendError says so."""
+    monkeypatch.setitem(sys.modules, "loragraph.kernels._kernels", None)
+    spec = importlib.util.spec_from_file_location("library_again", library.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(BackendError, match="compiled module"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_nodes_share_no_function() -> None:

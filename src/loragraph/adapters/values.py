@@ -6,7 +6,6 @@ they need does not grow with the tensor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,12 +30,6 @@ _EXPONENTS = {F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80}
 _PIECE_BYTES = 1 << 20
 
 
-def tensor_nbytes(type_: int, ne: tuple[int, ...]) -> int:
-    """Bytes of a tensor of one of TYPE_NAMES; ne[0] is a multiple of 32 for Q8_0."""
-    per_item = 32 if type_ == Q8_0 else 1
-    return math.prod(ne) // per_item * _DTYPES[type_].itemsize
-
-
 def all_finite(type_: int, data: Bytes) -> bool:
     """Whether no value is an infinity or NaN: an exponent of all ones in any of the types."""
     float_type = F16 if type_ == Q8_0 else type_
@@ -52,7 +45,7 @@ def all_zero(type_: int, data: Bytes) -> bool:
     """Whether every value is 0 or -0."""
     for piece in _pieces(type_, data):
         if type_ == Q8_0:
-            if np.any(piece["qs"][(piece["d"] & 0x7FFF) != 0]):
+            if np.any(((piece["d"] & 0x7FFF) != 0) & piece["qs"].any(axis=1)):
                 return False
         elif np.any(piece << 1):  # without the sign
             return False

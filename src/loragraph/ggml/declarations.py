@@ -169,6 +169,8 @@ void *ggml_backend_reg_get_proc_address(void *reg, const char *name);
 struct gguf_init_params { bool no_alloc; struct ggml_context **ctx; };
 struct gguf_context *gguf_init_from_file(const char *fname, struct gguf_init_params params);
 struct gguf_context *gguf_init_empty(void);
+struct gguf_context *gguf_init_from_buffer(const void *data, size_t size,
+                                           struct gguf_init_params params);
 void gguf_free(struct gguf_context *ctx);
 void gguf_set_val_u32(struct gguf_context *ctx, const char *key, uint32_t val);
 void gguf_set_val_bool(struct gguf_context *ctx, const char *key, bool val);
@@ -224,6 +226,7 @@ typedef struct { llama_token token; float bias; } llama_logit_bias;
 struct llama_sampler_chain_params { bool no_perf; };
 
 void llama_log_set(ggml_log_callback callback, void *user_data);
+void llama_log_get(ggml_log_callback *callback, void **user_data);
 struct llama_model_params llama_model_default_params(void);
 struct llama_model *llama_model_load_from_file(const char *path,
                                                struct llama_model_params params);
