@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class Counters:
     compute_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KeptGraph:
     """A built graph; its tensors have addresses in the shared compute buffer."""
 
@@ -66,6 +66,7 @@ class KeptGraph:
     logits: Tensor  # F32 [n_vocab, n_outputs]
     lowering: GraphLowering  # keeps the custom nodes' structs alive
     n_nodes: int
+    values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
 
 
 class Runner:
@@ -105,8 +106,7 @@ class Runner:
         self._backend.compute(graph.graph)
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
-        n_vocab, n_outputs = graph.logits.ne[:2]
-        return array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab).copy()
+        return graph.values.copy()
 
     def drop_graphs(self) -> None:
         """Drops every kept graph."""
@@ -142,6 +142,8 @@ class Runner:
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
         if self._allocator.allocate(graph.graph):
             self.drop_graphs()  # the buffer moved: their addresses are dead
+        n_vocab, n_outputs = graph.logits.ne[:2]
+        graph.values = array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab)
         graph.lowering.bind()
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
