@@ -104,7 +104,7 @@ class Model:
             owned.append(weights)
             family = family_class(hparams, weights)
             weights.check_all_read()
-            vocab = Vocab.load(lib, files.path)
+            vocab = Vocab.from_file(lib, files.metadata)
             owned.append(vocab)
             weights.place(progress)
             return cls(lib, files, weights, family, hparams, vocab, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -227,7 +228,7 @@ def check_status(status: int, what: str) -> None:
 def array_view(lib: Library, tensor: Tensor, n: int | None = None) -> NDArray[Any]:
     """The first `n` values (all by default) of a contiguous host tensor, (n,), without a copy."""
     dtype = np.dtype(_NUMPY[tensor.type])
-    count = n if n is not None else int(np.prod(tensor.ne))
+    count = n if n is not None else math.prod(tensor.ne)
     if tensor.ptr.data == lib.ffi.NULL:
         raise BackendError(f"{tensor!r} has no memory")
     return np.frombuffer(lib.ffi.buffer(tensor.ptr.data, count * dtype.itemsize), dtype)
