@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from loragraph.adapters.base import TOKEN_EMBD, BaseInfo, TargetKind, target_kind
 from loragraph.adapters.draft import (
     ALPHA_KEY,
@@ -71,10 +69,10 @@ def alpha(draft: Draft, _base: BaseInfo | None) -> Problems:
     if kind in ("bool", "string") or kind.startswith("array"):
         yield _format(draft, f"invalid gguf type for {ALPHA_KEY}: expected f32, got {kind}")
         return
-    with np.errstate(over="ignore"):
-        value = float(np.float32(draft.alpha))
-    if not math.isfinite(value):
-        yield _format(draft, f"{ALPHA_KEY}: expected a number that is finite in f32, got {value}")
+    if not math.isfinite(draft.alpha):
+        yield _format(
+            draft, f"{ALPHA_KEY}: expected a number that is finite in f32, got {draft.alpha}"
+        )
 
 
 def invocation_tokens(draft: Draft, _base: BaseInfo | None) -> Problems:

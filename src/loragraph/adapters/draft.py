@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from loragraph.ggml.gguf import GGUFFile, Scalar, TensorInfo
 from loragraph.ggml.lib import Library
 
@@ -43,9 +45,10 @@ class Draft:
 
     @property
     def alpha(self) -> float:
-        """`adapter.lora.alpha`, 0 where missing; meaningful once the checks passed."""
+        """`adapter.lora.alpha` rounded to f32, 0 where missing; finite once the checks passed."""
         value = self.scalars.get(ALPHA_KEY, 0.0)
-        return 0.0 if isinstance(value, str) else float(value)
+        with np.errstate(over="ignore"):
+            return 0.0 if isinstance(value, str) else float(np.float32(value))
 
 
 def read_draft(

@@ -43,13 +43,15 @@ _log = logging.getLogger("loragraph.adapters")
 def read_adapter(
     lib: Library,
     path: str | os.PathLike[str],
-    base: BaseInfo,
+    base: BaseInfo | None,
     *,
     ignore_norm: bool = False,
     tied_output: bool | None = None,
 ) -> Adapter:
     """Loads an adapter for `base`; raises the first problem, in llama.cpp's order of checks.
 
+    None as base leaves out the checks of the fit, for tools that look at an adapter or write it
+    out again; a graph must not run such an adapter.
     `ignore_norm` leaves `*_norm.weight` tensors out instead of refusing them. `tied_output` decides
     whether the token table's pair also changes a tied head; None: what the file says, else True.
     Errors: GGUFError (container), AdapterFormatError, AdapterMismatchError (fit), UnsupportedError,
@@ -84,15 +86,19 @@ def check_adapter(
     except LoragraphError as error:
         return [error]
     problems = [problem for check in FILE_CHECKS for problem in check(draft, base)]
+    sound = []
+    for pair in draft.pairs.values():
+        found = list(pair_problems(draft, pair, base))
+        problems += found
+        if not found:
+            sound.append(pair)
     n_zero = 0
     try:
         with draft.path.open("rb") as file:
-            for pair in draft.pairs.values():
-                found = list(pair_problems(draft, pair, base))
-                if not found:
-                    found, zero = _data_problems(draft, pair, file)
-                    n_zero += zero
+            for pair in sound:
+                found, zero = _data_problems(draft, pair, file)
                 problems += found
+                n_zero += zero
     except OSError as exc:
         problems.append(_unreadable(draft, exc))
     if draft.pairs and n_zero == len(draft.pairs):
@@ -100,13 +106,13 @@ def check_adapter(
     return problems
 
 
-def resolve_tied_output(draft: Draft, base: BaseInfo) -> tuple[bool, str]:
+def resolve_tied_output(draft: Draft, base: BaseInfo | None) -> tuple[bool, str]:
     """Whether the token table's pair also changes the head, and a warning or "".
 
     The option comes first, then the file's key; without both a tied base's head follows the table,
     unless the adapter brings a pair for the head.
     """
-    applies = base.tied and TOKEN_EMBD in draft.pairs
+    applies = base is not None and base.tied and TOKEN_EMBD in draft.pairs
     key = draft.scalars.get(TIED_OUTPUT_KEY)
     if not applies:
         option = "tied_output has no effect: it needs a tied base and a token_embd pair"
@@ -134,8 +140,7 @@ def _layout(draft: Draft) -> tuple[dict[str, LoraPair], int]:
             halves.append(LoraTensor(info.type, info.ne, end, info.nbytes))
             end += -(-info.nbytes // ALIGNMENT) * ALIGNMENT
         a, b = halves
-        rank = b.ne[0]
-        pairs[target] = LoraPair(target, a, b, rank, scale_of(draft.alpha, rank, 1.0))
+        pairs[target] = LoraPair(target, a, b, b.ne[0], _scale(draft, found))
     return pairs, end
 
 
@@ -168,9 +173,9 @@ def _read(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
 def _data_problems(
     draft: Draft, pair: DraftPair, file: BinaryIO
 ) -> tuple[list[LoragraphError], bool]:
-    """Problems of the values of a pair, and whether A or B is all zeros."""
+    """Problems of the values of a pair, and whether A, B or the scale is zero."""
     problems: list[LoragraphError] = []
-    zero = False
+    zero = _scale(draft, pair) == 0
     for info in _tensors(pair):
         data = np.empty(info.nbytes, np.uint8)
         try:
@@ -183,7 +188,7 @@ def _data_problems(
 
 
 def _adapter(
-    draft: Draft, base: BaseInfo, pairs: dict[str, LoraPair], data: Bytes, dead: list[str]
+    draft: Draft, base: BaseInfo | None, pairs: dict[str, LoraPair], data: Bytes, dead: list[str]
 ) -> Adapter:
     tied, tied_warning = resolve_tied_output(draft, base)
     warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
@@ -195,7 +200,7 @@ def _adapter(
         coverage=coverage(pairs, base),
         n_tensors=2 * len(pairs),
         n_params=sum(math.prod(t.ne) for pair in pairs.values() for t in (pair.a, pair.b)),
-        base_params=base.n_params,
+        base_params=base.n_params if base is not None else 0,
         nbytes=len(data),
         ignored=draft.norms,
         warnings=warnings,
@@ -212,7 +217,7 @@ def _adapter(
 
 
 def _warnings(
-    draft: Draft, base: BaseInfo, pairs: dict[str, LoraPair], dead: list[str]
+    draft: Draft, base: BaseInfo | None, pairs: dict[str, LoraPair], dead: list[str]
 ) -> Iterator[str]:
     if ALPHA_KEY not in draft.scalars:
         yield f"{ALPHA_KEY} is missing: the user scale applies as it is, not divided by the rank"
@@ -224,6 +229,8 @@ def _warnings(
         yield f"left out as asked: {len(draft.norms)} norm weights, {', '.join(draft.norms[:3])}"
     if dead:
         yield f"{len(dead)} of {len(pairs)} pairs are all zeros, {dead[0]} for one"
+    if base is None:
+        return
     wide = [t for t, pair in pairs.items() if pair.rank > min(base.targets[t].ne[:2])]
     if wide:
         yield f"{len(wide)} pairs have a rank above the sizes of their target, {wide[0]} for one"
@@ -238,6 +245,11 @@ def _changes_nothing(pair: LoraPair, data: Bytes) -> bool:
     )
 
 
+def _scale(draft: Draft, pair: DraftPair) -> float:
+    """Effective scale at user scale 1; 0 where alpha / rank underflows."""
+    return scale_of(draft.alpha, _tensors(pair)[1].ne[0], 1.0)
+
+
 def _tensors(pair: DraftPair) -> tuple[TensorInfo, TensorInfo]:
     assert pair.a is not None  # the checks ran before
     assert pair.b is not None
@@ -246,7 +258,7 @@ def _tensors(pair: DraftPair) -> tuple[TensorInfo, TensorInfo]:
 
 def _would_change_nothing(draft: Draft) -> AdapterFormatError:
     return AdapterFormatError(
-        "the adapter would change nothing: in every pair A or B is all zeros",
+        "the adapter would change nothing: in every pair A, B or the scale is zero",
         path=draft.path,
         hint="an untrained adapter has B = 0",
     )

@@ -6,7 +6,6 @@ they need does not grow with the tensor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,12 +28,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _EXPONENTS = {F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80}
 _PIECE_BYTES = 1 << 20
-
-
-def tensor_nbytes(type_: int, ne: tuple[int, ...]) -> int:
-    """Bytes of a tensor of one of TYPE_NAMES; ne[0] is a multiple of 32 for Q8_0."""
-    per_item = 32 if type_ == Q8_0 else 1
-    return math.prod(ne) // per_item * _DTYPES[type_].itemsize
 
 
 def all_finite(type_: int, data: Bytes) -> bool:

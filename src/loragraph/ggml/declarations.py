@@ -167,8 +167,9 @@ void *ggml_backend_dev_backend_reg(void *device);
 void *ggml_backend_reg_get_proc_address(void *reg, const char *name);
 
 struct gguf_init_params { bool no_alloc; struct ggml_context **ctx; };
-struct gguf_context *gguf_init_from_file(const char *fname, struct gguf_init_params params);
 struct gguf_context *gguf_init_empty(void);
+struct gguf_context *gguf_init_from_buffer(const void *data, size_t size,
+                                           struct gguf_init_params params);
 void gguf_free(struct gguf_context *ctx);
 void gguf_set_val_u32(struct gguf_context *ctx, const char *key, uint32_t val);
 void gguf_set_val_bool(struct gguf_context *ctx, const char *key, bool val);

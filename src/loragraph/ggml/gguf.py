@@ -41,6 +41,10 @@ _SCALARS: Mapping[int, tuple[str, str]] = {  # GGUF value type -> name, numpy dt
 _STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {code: name for code, (name, _) in _SCALARS.items()} | {8: "string", 9: "array"}
 _MIN_BYTES = 24  # magic, version, two counts
+_HEADER_BYTES = (16 << 20, 64 << 20)
+"""The parser is given this much of the file, then this much. A wrong count makes it allocate up to
+16 times the bytes it was given, and read them one value at a time: the limit bounds both. A
+vocabulary of 49,000 tokens with its merges takes 2 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +217,14 @@ class GGUFFile:
 
     def _index_keys(self) -> dict[str, tuple[int, int]]:
         c, ctx = self._lib.c, self._ctx
-        return {
+        n_kv = c.gguf_get_n_kv(ctx)
+        keys = {
             self._lib.text(c.gguf_get_key(ctx, i)): (i, int(c.gguf_get_kv_type(ctx, i)))
-            for i in range(c.gguf_get_n_kv(ctx))
+            for i in range(n_kv)
         }
+        if len(keys) != n_kv:  # the parser tells apart what stands behind a NUL
+            raise self._error(f"expected {n_kv} distinct keys, got {len(keys)}", "metadata")
+        return keys
 
     def _index_tensors(self) -> dict[str, TensorInfo]:
         c, ctx = self._lib.c, self._ctx
@@ -274,9 +282,18 @@ def _regular_file_bytes(path: Path) -> int:
 
 def _parse(lib: Library, path: Path) -> Any:
     params = lib.ffi.new("struct gguf_init_params *", [True, lib.ffi.NULL])
-    with lib.log_lines() as lines:
-        ctx = lib.c.gguf_init_from_file(os.fsencode(path), params[0])
-    if ctx == lib.ffi.NULL:
-        reason = "; ".join(line.split(": ", 1)[-1] for line in lines) or "unreadable"
-        raise GGUFError(f"not a readable GGUF file: {reason}", path=path)
-    return ctx
+    reason = "unreadable"
+    for limit in _HEADER_BYTES:
+        try:
+            with path.open("rb") as file:
+                head = file.read(limit)
+        except OSError as exc:
+            raise GGUFError(f"failed to read: {exc.strerror}", path=path) from exc
+        with lib.log_lines() as lines:
+            ctx = lib.c.gguf_init_from_buffer(lib.ffi.from_buffer(head), len(head), params[0])
+        if ctx != lib.ffi.NULL:
+            return ctx
+        reason = "; ".join(line.split(": ", 1)[-1] for line in lines) or reason
+        if len(head) < limit:
+            break
+    raise GGUFError(f"not a readable GGUF file: {reason}", path=path)

@@ -1,0 +1,1 @@
+"""What the commands do besides running a model, as functions on files."""

@@ -1,0 +1,211 @@
+"""GGUF file -> what it holds, as JSON values: a base model, or an adapter with its fit to a base.
+
+Reads headers, and of an adapter the values too; weights of a base are never read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from loragraph.adapters.adapter import scale_of
+from loragraph.adapters.base import BaseInfo, base_info_from_gguf
+from loragraph.adapters.checks import type_name
+from loragraph.adapters.draft import Draft, read_draft
+from loragraph.adapters.gguf import check_adapter, read_adapter
+from loragraph.adapters.report import coverage, target_class
+from loragraph.errors import GGUFError, LoragraphError
+from loragraph.ggml.gguf import GGUFFile, TensorInfo
+from loragraph.ggml.lib import Library
+
+_SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+def inspect_file(
+    lib: Library, path: Path, base: Path | None = None, *, ignore_norm: bool = False
+) -> dict[str, Any]:
+    """Facts of a base or an adapter, told apart by the file itself ("kind").
+
+    An adapter's "problems" are what a load would refuse; without `base`, as far as the file alone
+    shows it. LoragraphError where a file is no readable GGUF.
+    """
+    with GGUFFile(lib, path) as file:
+        if not _is_adapter(file):
+            return _describe_base(lib, file)
+        metadata = _metadata(file)
+    base_info = read_base_info(lib, base) if base is not None else None
+    return _describe_adapter(lib, path, base_info, ignore_norm) | {"metadata": metadata}
+
+
+def read_base_info(lib: Library, path: Path) -> BaseInfo:
+    """The base in a GGUF file, or in all files of a split one, whichever of them is named."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(GGUFFile(lib, part)) for part in split_paths(path)]
+        return base_info_from_gguf(*files)
+
+
+def split_paths(path: Path) -> list[Path]:
+    """All files of the split model that `path` is a part of, in order; [path] where it is none."""
+    match = _SPLIT_NAME.match(path.name)
+    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
+        return [path]
+    count = int(match["count"])
+    return [
+        path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)
+    ]
+
+
+def _is_adapter(file: GGUFFile) -> bool:
+    return file.scalar("general.type") == "adapter" or any(
+        name.endswith((".lora_a", ".lora_b")) for name in file.tensors
+    )
+
+
+def _describe_base(lib: Library, file: GGUFFile) -> dict[str, Any]:
+    problems: list[LoragraphError] = []
+    files = [file]
+    facts: dict[str, Any] = {"architecture": None, "name": None, "tied": None}
+    with ExitStack() as stack:
+        for part in split_paths(file.path):
+            try:
+                if part != file.path:
+                    files.append(stack.enter_context(GGUFFile(lib, part)))
+            except GGUFError as error:
+                problems.append(error)
+                break  # the others of a wrong count would only say the same
+        files.sort(key=lambda part: part.path)
+        try:
+            info = base_info_from_gguf(*files)
+            facts = {"architecture": info.arch, "name": info.name, "tied": info.tied}
+        except LoragraphError as error:
+            problems.append(error)
+    tensors = [tensor for part in files for tensor in part.tensors.values()]
+    return {
+        "kind": "base",
+        "files": [str(part.path) for part in files],
+        "file_bytes": sum(part.file_bytes for part in files),
+        **facts,
+        "n_tensors": len(tensors),
+        "n_params": sum(tensor.n_elements for tensor in tensors),
+        "tensor_bytes": sum(tensor.nbytes for tensor in tensors),
+        "types": _types(tensors),
+        "metadata": _metadata(file),
+        "problems": _problems(problems),
+    }
+
+
+def _describe_adapter(
+    lib: Library, path: Path, base: BaseInfo | None, ignore_norm: bool
+) -> dict[str, Any]:
+    draft = read_draft(lib, path, ignore_norm=ignore_norm)
+    problems = check_adapter(lib, path, base, ignore_norm=ignore_norm)
+    loaded: dict[str, Any] = {"digest": None, "warnings": []}
+    if not problems:
+        with read_adapter(lib, path, base, ignore_norm=ignore_norm) as adapter:
+            loaded = {"digest": adapter.digest, "warnings": list(adapter.report.warnings)}
+    weights = sorted(_weights(draft), key=lambda weight: _natural(weight["target"]))
+    tensors = [half for pair in draft.pairs.values() for half in (pair.a, pair.b) if half]
+    n_params = sum(tensor.n_elements for tensor in tensors)
+    return {
+        "kind": "adapter",
+        "files": [str(path)],
+        "architecture": draft.scalars.get("general.architecture"),
+        "alpha": _plain(draft.scalars.get("adapter.lora.alpha")),
+        "invocation_tokens": list(draft.invocation_tokens),
+        "n_tensors": len(tensors),
+        "n_params": n_params,
+        "tensor_bytes": sum(tensor.nbytes for tensor in tensors),
+        "types": _types(tensors),
+        "targets": _target_classes(draft, base, weights),
+        "weights": weights,
+        "base": _base_facts(base, n_params),
+        **loaded,
+        "problems": _problems(problems),
+    }
+
+
+def _base_facts(base: BaseInfo | None, n_params: int) -> dict[str, Any] | None:
+    if base is None:
+        return None
+    return {
+        "architecture": base.arch,
+        "name": base.name,
+        "n_params": base.n_params,
+        "share": n_params / base.n_params if base.n_params else 0.0,
+    }
+
+
+def _weights(draft: Draft) -> Iterator[dict[str, Any]]:
+    """One entry a target with both halves; the effective scale is that at user scale 1."""
+    for target, pair in draft.pairs.items():
+        if pair.a is None or pair.b is None:
+            continue
+        rank = pair.b.ne[0]
+        yield {
+            "target": target,
+            "rank": rank,
+            "scale": _plain(scale_of(draft.alpha, rank, 1.0)),
+            "types": [type_name(pair.a.type), type_name(pair.b.type)],
+            "lora_a": list(pair.a.ne),
+            "lora_b": list(pair.b.ne),
+            "nbytes": pair.a.nbytes + pair.b.nbytes,
+        }
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts blk.2 before blk.10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def _target_classes(
+    draft: Draft, base: BaseInfo | None, weights: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    ranks = defaultdict(set)
+    for weight in weights:
+        ranks[target_class(weight["target"])].add(weight["rank"])
+    return {
+        name: {
+            "changed": changed,
+            "in_base": in_base if base is not None else None,
+            "ranks": sorted(ranks[name]),
+        }
+        for name, (changed, in_base) in coverage(draft.pairs, base).items()
+    }
+
+
+def _types(tensors: Sequence[TensorInfo]) -> dict[str, dict[str, int]]:
+    types: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        entry = types.setdefault(
+            type_name(tensor.type), {"n_tensors": 0, "n_params": 0, "nbytes": 0}
+        )
+        entry["n_tensors"] += 1
+        entry["n_params"] += tensor.n_elements
+        entry["nbytes"] += tensor.nbytes
+    return dict(sorted(types.items(), key=lambda item: -item[1]["nbytes"]))
+
+
+def _metadata(file: GGUFFile) -> dict[str, Any]:
+    """Scalars as they are, arrays as their type and length."""
+    metadata = {}
+    for key in sorted(file):
+        value = file.scalar(key)
+        if value is None:
+            metadata[key] = f"{file.type_of(key)}, {file.array_length(key)} values"
+        else:
+            metadata[key] = _plain(value)
+    return metadata
+
+
+def _problems(errors: Sequence[LoragraphError]) -> list[dict[str, str]]:
+    return [{"error": type(error).__name__, "message": str(error)} for error in errors]
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinities and NaN: they become text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

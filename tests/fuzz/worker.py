@@ -1,0 +1,107 @@
+"""Reads files named on stdin with all that reads adapters, in a process of its own.
+
+Answers one line a file: "ok …" or "BUG …". A crash, a hang or an allocation beyond the limit shows
+as a missing answer, so it cannot pass unnoticed.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+MEMORY_BYTES = 1 << 30  # address space beyond what the libraries take
+SLOW_S = 5.0
+HANG_S = 30
+
+
+class Worker:
+    """The other end: a child process that is restarted after it died."""
+
+    def __init__(self) -> None:
+        self._child = self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+    def check(self, path: Path) -> str:
+        """The worker's answer about one file; "BUG …" where it died or took too long."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        start = time.monotonic()
+        with suppress(BrokenPipeError):  # it died before: then there is no answer either
+            self._child.stdin.write(f"{path}\n")
+            self._child.stdin.flush()
+        answer = self._child.stdout.readline().strip()
+        if not answer:
+            status = self._child.wait()
+            self._child.communicate()
+            self._child = self._start()
+            return f"BUG: the process ended with status {status}"
+        if time.monotonic() - start > SLOW_S:
+            return f"BUG: more than {SLOW_S} s"
+        return answer
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.fuzz.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+
+def main() -> None:
+    """The child: checks what is named until stdin ends."""
+    from loragraph.adapters.gguf import check_adapter, read_adapter
+    from loragraph.errors import LoragraphError
+    from loragraph.ggml.lib import load_library
+    from loragraph.tools.inspect import inspect_file
+    from tests.adapters.raw_gguf import base
+
+    logging.getLogger().addHandler(logging.NullHandler())
+    lib, bases = load_library(), (base(), base(tied=True))
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
+    for line in sys.stdin:
+        signal.alarm(HANG_S)  # its default action ends the process, inside C code too
+        path = Path(line.removesuffix("\n"))
+        answer = "ok loaded"
+        try:
+            problems = [check_adapter(lib, path, each) for each in (*bases, None)]
+            for each, found in zip(bases, problems, strict=False):
+                try:
+                    read_adapter(lib, path, each).close()
+                    if found:
+                        answer = f"BUG: loaded in spite of {found[0]!r}"
+                except LoragraphError as error:
+                    if not answer.startswith("BUG"):
+                        answer = f"ok {type(error).__name__}"
+                    if not found or str(found[0]) != str(error):
+                        answer = f"BUG: check found {found[:1]!r}, read {error!r}"
+            inspect_file(lib, path)
+        except LoragraphError:
+            pass
+        except Exception:  # noqa: BLE001 - whatever comes is the finding
+            answer = "BUG: " + " | ".join(traceback.format_exc().splitlines()[-6:])
+        sys.stdout.write(" ".join(answer.split()) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
