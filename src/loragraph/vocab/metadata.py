@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.lib import Library
+from loragraph.vocab.pretokenizers import UNBOUNDED
 
 SUPPORTED_MODELS = ("llama", "gpt2", "gemma4")
 """Tokenizer models (`tokenizer.ggml.model`) of decoder language models: SentencePiece and BPE."""
@@ -73,12 +74,17 @@ class VocabMetadata:
                 f"got {model[:80]!r}",
                 what="tokenizer",
             )
+        pre = _short_string(file, _PREFIX + "pre", "")
+        if model == "gpt2" and pre in UNBOUNDED:
+            raise UnsupportedError(
+                f"{file.path}: {_PREFIX}pre: {pre!r} can take exponential time", what="tokenizer"
+            )
         tokens = _tokens(file)
         metadata = cls(
             architecture=_short_string(file, "general.architecture"),
             name=_short_string(file, "general.name", ""),
             model=model,
-            pre=_short_string(file, _PREFIX + "pre", ""),
+            pre=pre,
             tokens=tokens,
             merges=_merges(file) if model != "llama" else [],
             scores=_scores(file, len(tokens)),

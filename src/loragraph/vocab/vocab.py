@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import Any, Self
@@ -13,11 +13,16 @@ from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.handles import Handle
 from loragraph.ggml.lib import Library
 from loragraph.vocab.metadata import VocabMetadata
+from loragraph.vocab.pretokenizers import LOOPS, with_deep_stack
 
-MAX_TEXT_BYTES = 1 << 24
+MAX_TEXT_BYTES = 1 << 22
 """Longest text that is tokenised in one call, bytes of UTF-8."""
 
+MAX_SPECIALS = 1 << 14
+"""Most occurrences of special tokens in one text: libllama's time grows with their square."""
+
 _INT32_MIN = -(2**31)
+_UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # llama.h, enum llama_token_attr
 
 
 class Vocab(Handle):
@@ -25,10 +30,11 @@ class Vocab(Handle):
     several threads at once.
     """
 
-    def __init__(self, lib: Library, model: Any, chat_templates: Mapping[str, str]) -> None:
+    def __init__(self, lib: Library, model: Any, metadata: VocabMetadata) -> None:
         super().__init__(lib, model, "vocabulary")
         self._vocab = lib.c.llama_model_get_vocab(model)
-        self._chat_templates = dict(chat_templates)
+        self._chat_templates = dict(metadata.chat_templates)
+        self._recurses = metadata.model == "gpt2" and metadata.pre not in LOOPS
         self.n_tokens = int(lib.c.llama_vocab_n_tokens(self._vocab))
         self.bos = self._special(lib.c.llama_vocab_bos)
         self.eos = self._special(lib.c.llama_vocab_eos)
@@ -66,7 +72,7 @@ class Vocab(Handle):
             if "unknown" in reason:
                 raise UnsupportedError(f"{file.path}: {reason}", what="vocabulary")
             raise GGUFError(reason, path=file.path, where="vocabulary")
-        vocab = cls(lib, model, metadata.chat_templates)
+        vocab = cls(lib, model, metadata)
         vocab._check_added_tokens(file)
         return vocab
 
@@ -79,6 +85,7 @@ class Vocab(Handle):
         control tokens into these tokens, so leave it out for what a user typed.
         """
         data = _utf8(text)
+        self._check_specials(data, parse_special)
         capacity = len(data) + 4  # never more tokens than bytes, but for the added ones
         tokens = self.lib.ffi.new("llama_token[]", capacity)
         n = self._tokenize(data, tokens, capacity, add_special, parse_special)
@@ -159,12 +166,35 @@ class Vocab(Handle):
     def _tokenize(
         self, data: bytes, tokens: Any, capacity: int, add_special: bool, parse_special: bool
     ) -> int:
-        text = self.lib.ffi.from_buffer(data)
-        return int(
-            self.lib.c.llama_tokenize(
+        def call() -> int:
+            text = self.lib.ffi.from_buffer(data)
+            n = self.lib.c.llama_tokenize(
                 self._open, text, len(data), tokens, capacity, add_special, parse_special
             )
-        )
+            return int(n)
+
+        return with_deep_stack(call, len(data)) if self._recurses else call()
+
+    def _check_specials(self, data: bytes, parse_special: bool) -> None:
+        if len(data) <= MAX_SPECIALS:
+            return
+        wanted = _USER_DEFINED | (_CONTROL | _UNKNOWN if parse_special else 0)
+        n = sum(data.count(text) for attr, text in self._special_texts if attr & wanted)
+        if n > MAX_SPECIALS:
+            raise InvalidRequestError(
+                f"text: expected at most {MAX_SPECIALS} special tokens, got {n}", param="prompt"
+            )
+
+    @cached_property
+    def _special_texts(self) -> list[tuple[int, bytes]]:
+        """(attributes, text) of the tokens that libllama searches for in texts."""
+        c, string = self.lib.c, self.lib.ffi.string
+        attrs = enumerate(map(c.llama_vocab_get_attr, repeat(self._open), range(self.n_tokens)))
+        return [
+            (attr, bytes(string(c.llama_vocab_get_text(self._open, token))))
+            for token, attr in attrs
+            if attr & (_UNKNOWN | _CONTROL | _USER_DEFINED)
+        ]
 
     def _special(self, getter: Any) -> int | None:
         token = int(getter(self._vocab))
