@@ -13,6 +13,7 @@ from loragraph.adapters.adapter import allocate_block
 from loragraph.adapters.base import base_info_from_gguf
 from loragraph.adapters.gguf import check_adapter, read_adapter
 from loragraph.errors import (
+    AdapterFormatError,
     AdapterMismatchError,
     CapacityError,
     FormatError,
@@ -75,8 +76,8 @@ def test_check_lists_all_problems(lib: Library, tmp_path: Path) -> None:
         "AdapterFormatError",  # alpha
         "AdapterFormatError",  # suffix
         "AdapterMismatchError",  # blk.0.attn_q: n_in
-        "AdapterFormatError",  # blk.0.ffn_up: NaN
         "AdapterMismatchError",  # blk.9: not in the base
+        "AdapterFormatError",  # blk.0.ffn_up: NaN
     ]
 
 

@@ -44,7 +44,7 @@ def test_corpus_is_read_before_it_is_spoiled(worker: Worker, tmp_path: Path, i: 
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.sampled_from(corpus()), CHANGES)
 def test_spoiled_file(
@@ -59,9 +59,9 @@ def test_spoiled_file(
 
 def test_long_run_script(tmp_path: Path) -> None:
     """A short piece of the long run finds nothing."""
-    counts, findings = run(300, 1, tmp_path)
+    counts, findings = run(150, 1, tmp_path)
     assert findings == []
-    assert counts.total() == 300
+    assert counts.total() == 150
 
 
 def test_worker_notices_a_crash(worker: Worker, tmp_path: Path) -> None:

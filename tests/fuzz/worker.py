@@ -72,8 +72,9 @@ class Worker:
 def serve(check: Callable[[Path], str]) -> None:
     """The child's loop: the answer of `check` about each file named on stdin, until that ends."""
     logging.getLogger().addHandler(logging.NullHandler())
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
+    if sys.platform == "linux":
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
     for line in sys.stdin:
         signal.alarm(HANG_S)  # its default action ends the process, inside C code too
         try:

@@ -162,6 +162,43 @@ def test_row_alone_equals_row_in_a_step(
         np.testing.assert_array_equal(out[row], whole[row])
 
 
+@pytest.mark.parametrize("skew", [False, True])
+def test_many_adapters_of_a_row_each(isa: str, rng: np.random.Generator, skew: bool) -> None:
+    """Whether threads share out rows or columns, every row gets the bits that it gets alone."""
+    ranks = [1, 3, 8, 16, 33, 64, 0, 5, 16, 16, 8, 4, 300 if skew else 9]
+    table = Table.random(rng, 67, 77, ranks, (F16, F16))
+    order = rng.permutation(len(ranks))
+    entries = [(slot, int(order[slot]), 1.0 + slot) for slot in range(len(ranks))]
+    entries += [(2, int(order[5]), -1.0), (12, int(order[0]), 0.5)]
+    entries.sort()
+    x, y = rows(rng, len(ranks), 67), rows(rng, len(ranks), 77)
+    check([table], x, [y], entries, 3)
+    whole = run_native([table], x, [y], entries)[0]
+    for n_threads in (2, 3, 5):
+        np.testing.assert_array_equal(run_native([table], x, [y], entries, n_threads)[0], whole)
+    for row in range(len(ranks)):
+        alone = [entry for entry in entries if entry[1] == row]
+        np.testing.assert_array_equal(run_native([table], x, [y], alone)[0][row], whole[row])
+
+
+def test_many_adapters_on_one_row(isa: str, rng: np.random.Generator) -> None:
+    """A single row with many adapters is still shared out, and summed in order."""
+    table = Table.random(rng, 40, 48, [4] * 12, (F32, F32))
+    entries: list[Entry] = [(slot, 0, 1.0) for slot in range(12)]
+    x, y = rows(rng, 1, 40), rows(rng, 1, 48)
+    check([table], x, [y], entries, 2)
+    np.testing.assert_array_equal(
+        run_native([table], x, [y], entries, 3)[0], run_native([table], x, [y], entries)[0]
+    )
+
+
+def test_wide_target_in_column_blocks(isa: str, rng: np.random.Generator) -> None:
+    """A row wider than the block of sums is added in full, with unlike ranks behind each other."""
+    table = Table.random(rng, 16, 4500, [5, 8], (F16, F16))
+    entries = [(0, 0, 1.0), (1, 0, 1.0), (1, 1, 2.0)]
+    check([table], rows(rng, 2, 16), [rows(rng, 2, 4500)], entries, 2)
+
+
 def test_shared_shrink_equals_own_shrink(isa: str, rng: np.random.Generator) -> None:
     """Targets that share a shrink node get the bits that they would get alone."""
     tables = [Table.random(rng, 70, n, [5, 16], (F16, F16)) for n in (70, 20, 33)]

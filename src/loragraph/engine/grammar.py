@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self
 
-from loragraph.engine.gbnf import Element, Grammar, Kind, parse_grammar
+from loragraph.engine.gbnf import parse_grammar
+from loragraph.engine.gbnf_rules import Element, Grammar, Kind
 from loragraph.errors import InvalidRequestError
 from loragraph.ggml.handles import Handle
 from loragraph.vocab.vocab import Vocab

@@ -167,6 +167,10 @@ void *ggml_backend_dev_backend_reg(void *device);
 void *ggml_backend_reg_get_proc_address(void *reg, const char *name);
 
 struct gguf_init_params { bool no_alloc; struct ggml_context **ctx; };
+<<<<<<< HEAD
+=======
+struct gguf_context *gguf_init_from_file(const char *fname, struct gguf_init_params params);
+>>>>>>> main
 struct gguf_context *gguf_init_empty(void);
 struct gguf_context *gguf_init_from_buffer(const void *data, size_t size,
                                            struct gguf_init_params params);

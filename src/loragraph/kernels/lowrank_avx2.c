@@ -3,9 +3,13 @@
 #ifdef LORAGRAPH_X86
 #include "simd_avx2.h"
 
-#include "lowrank_body.h"
+#include "lowrank_expand.h"
+#include "lowrank_shrink.h"
 
 const lowrank_kernels loragraph_lowrank_avx2 = {"avx2", shrink, expand, gather};
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #else
 typedef int loragraph_no_avx2; /* ISO C wants a declaration in every file */
 #endif

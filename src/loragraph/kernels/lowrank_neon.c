@@ -3,7 +3,8 @@
 #ifdef LORAGRAPH_NEON
 #include "simd_neon.h"
 
-#include "lowrank_body.h"
+#include "lowrank_expand.h"
+#include "lowrank_shrink.h"
 
 const lowrank_kernels loragraph_lowrank_neon = {"neon", shrink, expand, gather};
 #else

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.lib import Library
-from loragraph.vocab.pretokenizers import UNBOUNDED
+from loragraph.vocab.pretokenizers import REFUSED
 
 SUPPORTED_MODELS = ("llama", "gpt2", "gemma4")
 """Tokenizer models (`tokenizer.ggml.model`) of decoder language models: SentencePiece and BPE."""
@@ -75,9 +75,9 @@ class VocabMetadata:
                 what="tokenizer",
             )
         pre = _short_string(file, _PREFIX + "pre", "")
-        if model == "gpt2" and pre in UNBOUNDED:
+        if model == "gpt2" and pre in REFUSED:
             raise UnsupportedError(
-                f"{file.path}: {_PREFIX}pre: {pre!r} can take exponential time", what="tokenizer"
+                f"{file.path}: {_PREFIX}pre: {pre!r} is not implemented", what="tokenizer"
             )
         tokens = _tokens(file)
         metadata = cls(

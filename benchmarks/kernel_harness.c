@@ -1,0 +1,121 @@
+/* Threads for kernel_lowrank.py: they call nodes one after another with a barrier between, as ggml does. */
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct { size_t function, userdata; } bench_node;
+typedef void (*node_function)(void *dst, int ith, int nth, void *userdata);
+
+typedef struct {
+    const bench_node *nodes; /* NULL: read the blocks */
+    int n_nodes, n_blocks, nth;
+    const size_t *blocks;
+    const int64_t *n_bytes;
+    atomic_int arrived, round;
+    atomic_ullong sum;
+} bench_job;
+
+typedef struct { bench_job *job; int ith; } bench_thread;
+
+static void barrier(bench_job *job) {
+    int round = atomic_load(&job->round);
+    if (atomic_fetch_add(&job->arrived, 1) == job->nth - 1) {
+        atomic_store(&job->arrived, 0);
+        atomic_store(&job->round, round + 1);
+        return;
+    }
+    for (int spin = 0; atomic_load(&job->round) == round; spin++)
+        if (spin > 10000)
+            sched_yield(); /* another process may hold the other core */
+}
+
+static uint64_t read_all(const char *p, int64_t n) {
+    uint64_t sum[8] = {0}, part[8];
+    for (int64_t i = 0; i + 64 <= n; i += 64) {
+        memcpy(part, p + i, 64);
+        for (int j = 0; j < 8; j++)
+            sum[j] += part[j];
+    }
+    return sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
+}
+
+static void *work(void *argument) {
+    bench_thread *self = argument;
+    bench_job *job = self->job;
+    barrier(job);
+    for (int i = 0; i < job->n_nodes; i++) {
+        ((node_function)job->nodes[i].function)(NULL, self->ith, job->nth, (void *)job->nodes[i].userdata);
+        barrier(job);
+    }
+    for (int i = 0; i < job->n_blocks; i++) {
+        int64_t part = job->n_bytes[i] / job->nth;
+        atomic_fetch_add(&job->sum, read_all((const char *)job->blocks[i] + part * self->ith, part));
+    }
+    barrier(job);
+    return NULL;
+}
+
+/* One thread is timed by its own processor time, which other processes disturb least. */
+static double now(int nth) {
+    struct timespec t;
+    clock_gettime(nth == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Seconds from the moment when all threads run to the end of the last. */
+static double run(bench_job *job) {
+    pthread_t *threads = calloc((size_t)job->nth, sizeof *threads);
+    bench_thread *parts = calloc((size_t)job->nth, sizeof *parts);
+    for (int i = 0; i < job->nth; i++) {
+        parts[i] = (bench_thread){job, i};
+        if (i > 0)
+            pthread_create(&threads[i], NULL, work, &parts[i]);
+    }
+    while (atomic_load(&job->arrived) < job->nth - 1)
+        sched_yield();
+    double start = now(job->nth);
+    work(&parts[0]);
+    double seconds = now(job->nth) - start;
+    for (int i = 1; i < job->nth; i++)
+        pthread_join(threads[i], NULL);
+    free(parts);
+    free(threads);
+    return seconds;
+}
+
+double bench_nodes(const bench_node *nodes, int n_nodes, int nth) {
+    bench_job job = {.nodes = nodes, .n_nodes = n_nodes, .nth = nth};
+    return run(&job);
+}
+
+double bench_read(const size_t *blocks, const int64_t *n_bytes, int n_blocks, int nth) {
+    bench_job job = {.blocks = blocks, .n_bytes = n_bytes, .n_blocks = n_blocks, .nth = nth};
+    return run(&job);
+}
+
+/* FLOP/s of independent FMAs in registers on one thread; `width` is 16 (AVX-512) or 8 floats. */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define PEAK(name, target_name, vector, set1, fma)                                                  \
+    __attribute__((target(target_name))) static double name(int64_t n) {                            \
+        vector acc[12], m = set1(0.999f), c = set1(0.001f);                                          \
+        for (int j = 0; j < 12; j++)                                                                 \
+            acc[j] = set1((float)j);                                                                 \
+        double start = now(1);                                                                        \
+        for (int64_t i = 0; i < n; i++)                                                              \
+            _Pragma("GCC unroll 12") for (int j = 0; j < 12; j++) {                                  \
+                acc[j] = fma(acc[j], m, c);                                                          \
+                __asm__ volatile("" : "+v"(acc[j]));                                                 \
+            }                                                                                        \
+        return (double)n * 12 * 2 * (double)(sizeof(vector) / 4) / (now(1) - start);                  \
+    }
+PEAK(peak_512, "avx512f", __m512, _mm512_set1_ps, _mm512_fmadd_ps)
+PEAK(peak_256, "avx2,fma", __m256, _mm256_set1_ps, _mm256_fmadd_ps)
+double bench_fma(int64_t n, int width) { return width == 16 ? peak_512(n) : peak_256(n); }
+#else
+double bench_fma(int64_t n, int width) { return (void)n, (void)width, 0.0; }
+#endif
