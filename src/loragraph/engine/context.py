@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Literal, Self
 
@@ -14,9 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.model import Model
+from loragraph.engine.options import check_memory, choice, integer, threads
 from loragraph.engine.runner import Counters, Runner
 from loragraph.errors import (
-    ConfigError,
     ContextLengthError,
     InvalidRequestError,
     LifecycleError,
@@ -37,6 +38,7 @@ AttentionName = Literal["flash", "plain"]
 KvType = Literal["f16", "f32"]
 
 MAX_CTX = 1 << 24
+MAX_BATCH = 1 << 16
 _KV_TYPES: Mapping[str, int] = {"f16": F16, "f32": F32}
 
 
@@ -60,11 +62,20 @@ class Context:
         n_batch: int = 512,
         n_threads: int | None = None,
     ) -> None:
-        """`n_batch` is the most tokens that one step computes; a longer input takes several."""
-        _check_options(n_ctx, lowering, kv_type, attention, n_batch)
+        """`n_batch` is the most tokens that one step computes; a longer input takes several.
+
+        ConfigError for a wrong argument, CapacityError or BackendError where memory is too small.
+        """
+        if not isinstance(model, Model):
+            raise TypeError(f"expected a Model, got {type(model).__name__}")
+        choice(lowering, "lowering", ("routed", "branch"))
+        choice(kv_type, "kv_type", tuple(_KV_TYPES))
+        choice(attention, "attention", ("flash", "plain"))
         self.model = model
-        self.n_ctx = n_ctx
-        self.n_batch = min(n_batch, n_ctx)
+        self.n_ctx = integer(n_ctx, "n_ctx", 1, MAX_CTX)
+        self.n_batch = min(integer(n_batch, "n_batch", 1, MAX_BATCH), self.n_ctx)
+        n_threads = model.n_threads if n_threads is None else threads(n_threads)
+        self._pid = os.getpid()
         self._busy = threading.Lock()
         self._mix = EMPTY_MIX
         self._n_past = 0
@@ -72,7 +83,7 @@ class Context:
         self.name = model.enter_context()
         try:
             self._lowering, self._runner = _make_runner(
-                model, n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
+                model, self.n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
             )
         except BaseException:
             model.leave_context(self.name)
@@ -109,6 +120,8 @@ class Context:
         Zero scales are dropped; the same set again changes nothing. InvalidRequestError for a
         scale that is not finite, LifecycleError for an adapter that is closed or another model's.
         """
+        if not isinstance(scales, Mapping):
+            raise TypeError(f"expected a mapping of adapters to scales, got {scales!r:.80}")
         with self._use():
             for adapter in scales:
                 self._check_adapter(adapter)
@@ -131,7 +144,12 @@ class Context:
         them was appended.
         """
         with self._use():
+            if outputs not in ("all", "last"):
+                raise InvalidRequestError(
+                    f"expected outputs 'all' or 'last', got {outputs!r}", param="outputs"
+                )
             ids = self._checked_tokens(tokens)
+            self.model.check_files()
             if len(ids) == 0:
                 return np.empty((0, self.model.hparams.n_vocab), np.float32)
             return self._decode(ids, last_only=outputs == "last")
@@ -142,19 +160,21 @@ class Context:
             self._n_past = 0
 
     def truncate(self, n_tokens: int) -> None:
-        """Keeps the first `n_tokens` tokens of the sequence and forgets the rest."""
+        """Keeps the first `n_tokens` tokens of the sequence and forgets the rest.
+
+        ConfigError where there are not so many.
+        """
         with self._use():
-            if not 0 <= n_tokens <= self._n_past:
-                raise InvalidRequestError(
-                    f"expected 0 to {self._n_past} tokens to keep, got {n_tokens}"
-                )
-            self._n_past = n_tokens
+            self._n_past = integer(n_tokens, "n_tokens", 0, self._n_past)
 
     def close(self) -> None:
-        """Detaches the adapters and frees the memory; a second call does nothing."""
+        """Detaches the adapters and frees the memory; a second call does nothing.
+
+        LifecycleError while another thread uses it; then it stays open.
+        """
         if self._closed:
             return
-        with self._use():
+        with self._use(forked=True):
             self._closed = True
             for adapter in self._mix.adapters:
                 adapter.detach(self.name)
@@ -171,8 +191,13 @@ class Context:
         self.close()
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
-        """One thread at a time; also after close nobody gets in."""
+    def _use(self, *, forked: bool = False) -> Iterator[None]:
+        """One thread at a time, and after close nobody; in a forked process only close()."""
+        if self._pid != os.getpid() and not forked:
+            raise LifecycleError(
+                f"{self.name} was used in a forked process",
+                hint="the threads of ggml do not survive a fork: load the model there",
+            )
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(
                 f"{self.name} is used by two threads at once",
@@ -187,6 +212,8 @@ class Context:
             self._busy.release()
 
     def _check_adapter(self, adapter: Adapter) -> None:
+        if not isinstance(adapter, Adapter):
+            raise TypeError(f"expected an Adapter as key, got {adapter!r:.80}")
         if adapter.closed:
             raise LifecycleError(f"{adapter!r} was used after its close")
         if adapter not in self.model.adapters:
@@ -214,8 +241,13 @@ class Context:
         self._mix = mix
 
     def _checked_tokens(self, tokens: ArrayLike) -> NDArray[np.int32]:
-        ids = np.asarray(tokens)
-        if ids.size == 0:
+        try:
+            ids = np.asarray(tokens)
+        except (ValueError, OverflowError) as exc:  # lists of unlike lengths and their like
+            raise InvalidRequestError(
+                f"expected a flat sequence of token ids, got {exc}", param="tokens"
+            ) from exc
+        if ids.size == 0 and ids.ndim == 1:
             return np.empty(0, np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise InvalidRequestError(
@@ -265,17 +297,27 @@ def _make_runner(
     lowering_name: LoweringName,
     kv_type: KvType,
     attention_name: AttentionName,
-    n_threads: int | None,
+    n_threads: int,
 ) -> tuple[Lowering, Runner]:
     hparams, lib = model.hparams, model.lib
     widths = frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
     attention: Attention = FlashAttention() if attention_name == "flash" else PlainAttention(widths)
-    lowering = _make_lowering(model, lowering_name, n_batch)
     n_cells = -(-n_ctx // CELL_QUANTUM) * CELL_QUANTUM
-    backend = CpuBackend(lib, n_threads or model.n_threads)
-    cache = KvCache(lib, hparams, n_cells, _KV_TYPES[kv_type], v_transposed=attention.v_transposed)
-    n_tensors = len(model.weights.by_name)
-    runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
+    type_ = _KV_TYPES[kv_type]
+    specs = attention.specs(n_batch, n_cells).values()
+    check_memory(
+        KvCache.bytes_for(lib, hparams, n_cells, type_) + sum(spec.nbytes for spec in specs),
+        f"a context of {n_ctx} tokens, steps of {n_batch}",
+    )
+    with ExitStack() as made:  # closes what there is where a later piece fails
+        lowering = _make_lowering(model, lowering_name, n_batch)
+        made.callback(lowering.close)
+        backend = made.enter_context(CpuBackend(lib, n_threads))
+        cache = KvCache(lib, hparams, n_cells, type_, v_transposed=attention.v_transposed)
+        made.callback(cache.close)
+        n_tensors = len(model.weights.by_name)
+        runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
+        made.pop_all()
     return lowering, runner
 
 
@@ -286,17 +328,3 @@ def _make_lowering(model: Model, name: LoweringName, n_batch: int) -> Lowering:
         )
     weights = model.weights.by_name
     return RoutedLowering(weights, Resident(weights, model.prepared), n_batch)
-
-
-def _check_options(n_ctx: int, lowering: str, kv_type: str, attention: str, n_batch: int) -> None:
-    choices: Sequence[tuple[str, str, Sequence[str]]] = (
-        ("lowering", lowering, ("routed", "branch")),
-        ("kv_type", kv_type, tuple(_KV_TYPES)),
-        ("attention", attention, ("flash", "plain")),
-    )
-    for field, value, allowed in choices:
-        if value not in allowed:
-            raise ConfigError(f"expected one of {', '.join(allowed)}, got {value!r}", field=field)
-    for field, number, high in (("n_ctx", n_ctx, MAX_CTX), ("n_batch", n_batch, 1 << 16)):
-        if not 1 <= number <= high:
-            raise ConfigError(f"expected 1 to {high}, got {number}", field=field)

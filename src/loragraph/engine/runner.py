@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,10 @@ class Runner:
         backend: CpuBackend,
         n_batch: int,
     ) -> None:
-        """Takes cache, lowering and backend over. `n_tensors` of the base sets the node budget."""
+        """Takes cache, lowering and backend over, unless it raises.
+
+        `n_tensors` of the base sets the node budget.
+        """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
@@ -91,11 +95,14 @@ class Runner:
         self._backend = backend
         self._lib = backend.lib
         self._graphs: OrderedDict[ShapeKey, KeptGraph] = OrderedDict()
-        self._allocator = GraphAllocator(self._lib)
         own = {name: InputSpec(I32, n_batch) for name in ("tokens", "positions", "out_ids")}
         specs = own | dict(attention.specs(n_batch, cache.n_cells))
-        self._inputs = Inputs(self._lib, specs)
-        self._reserve(n_batch)
+        with ExitStack() as made:
+            self._allocator = made.enter_context(GraphAllocator(self._lib))
+            self._inputs = Inputs(self._lib, specs)
+            made.callback(self._inputs.close)
+            self._reserve(n_batch)
+            made.pop_all()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """One step: logits (n_outputs, n_vocab) f32, a copy."""
@@ -140,9 +147,14 @@ class Runner:
             self.counters.n_graphs_reused += 1
             return graph
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
-        if self._allocator.allocate(graph.graph):
-            self.drop_graphs()  # the buffer moved: their addresses are dead
-        graph.lowering.bind()
+        try:
+            if self._allocator.allocate(graph.graph):
+                self.drop_graphs()  # the buffer moved: their addresses are dead
+            graph.lowering.bind()
+        except BaseException:
+            graph.ctx.close()
+            self.drop_graphs()  # a failed allocation has freed the buffer
+            raise
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._drop_oldest()
@@ -188,8 +200,10 @@ class Runner:
         indices = np.arange(n_batch, dtype=np.int32)
         widest = Batch.of_one(indices, 0, EMPTY_MIX, indices)
         graph = self._build(widest, n_batch, n_batch, self._cache.n_cells)
-        self._allocator.reserve(graph.graph)
-        graph.ctx.close()
+        try:
+            self._allocator.reserve(graph.graph)
+        finally:
+            graph.ctx.close()
 
     def _drop_oldest(self) -> None:
         _, graph = self._graphs.popitem(last=False)

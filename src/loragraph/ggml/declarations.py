@@ -120,6 +120,9 @@ size_t ggml_quantize_chunk(int type, const float *src, void *dst, int64_t start,
 bool ggml_quantize_requires_imatrix(int type);
 bool ggml_validate_row_data(int type, const void *data, size_t nbytes);
 
+struct ggml_type_traits_cpu { void *from_float; void *vec_dot; int vec_dot_type; int64_t nrows; };
+const struct ggml_type_traits_cpu *ggml_get_type_traits_cpu(int type);
+
 struct ggml_threadpool_params {
     bool cpumask[512];
     int n_threads;
@@ -167,10 +170,7 @@ void *ggml_backend_dev_backend_reg(void *device);
 void *ggml_backend_reg_get_proc_address(void *reg, const char *name);
 
 struct gguf_init_params { bool no_alloc; struct ggml_context **ctx; };
-<<<<<<< HEAD
-=======
 struct gguf_context *gguf_init_from_file(const char *fname, struct gguf_init_params params);
->>>>>>> main
 struct gguf_context *gguf_init_empty(void);
 struct gguf_context *gguf_init_from_buffer(const void *data, size_t size,
                                            struct gguf_init_params params);

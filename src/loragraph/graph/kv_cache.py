@@ -28,9 +28,19 @@ class KvCache:
             v_ne = (n_cells, width) if v_transposed else (width, n_cells)
             self.k.append(self._ctx.new_tensor(type_, (width, n_cells), f"cache_k_l{il}"))
             self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
-        self._buffer = Buffer.for_tensors(self._ctx)
+        try:
+            self._buffer = Buffer.for_tensors(self._ctx)
+        except BaseException:
+            self._ctx.close()
+            raise
         # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
         lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+
+    @staticmethod
+    def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:
+        """Bytes of `n_cells` cells of a ggml type."""
+        width = sum(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
+        return 2 * width * n_cells * int(lib.c.ggml_type_size(type_))
 
     @property
     def nbytes(self) -> int:
