@@ -72,10 +72,41 @@ def spoiled(rng: random.Random, base: Base) -> bytes:
     kind = rng.random()
     if kind < 0.4:
         return mutate(base.data, [_change(rng, base) for _ in range(rng.choice((1, 1, 1, 2, 3)))])
-    if kind < 0.9:
+    if kind < 0.8:
         return odd_model(rng, base)
+    if kind < 0.9:
+        return odd_sizes(rng).to_bytes()
     tensors = [_revalued(rng, t) if rng.random() < 0.3 else t for t in base.tensors]
     return gguf_bytes(base.pairs, tensors)
+
+
+def odd_sizes(rng: random.Random) -> TinyLlama:
+    """A right model with sizes and options that nobody uses."""
+    n_head_kv = rng.choice((1, 2, 3))
+    head_dim = rng.choice((2, 4, 6, 10, 16, 34, 64, 80, 256, 514))
+    return TinyLlama(
+        n_layer=rng.choice((1, 2)),
+        n_embd=rng.choice((1, 2, 3, 7, 32, 33, 64, 96)),
+        n_head=n_head_kv * rng.choice((1, 2, 5)),
+        n_head_kv=n_head_kv,
+        n_ff=rng.choice((1, 2, 3, 32, 33, 64)),
+        n_vocab=rng.choice((261, 262, 301, 320)),
+        head_dim=head_dim,
+        tied=rng.random() < 0.5,
+        attn_bias=rng.random() < 0.3,
+        ffn_bias=rng.random() < 0.3,
+        rope_freqs=rng.random() < 0.3,
+        scales=rng.random() < 0.3,
+        rope_scaling=rng.choice((None, "linear", "yarn")),
+        rope_factor=rng.choice((1e-3, 0.5, 1.0, 40.0, 1e6)),
+        rope_orig_ctx=rng.choice((1, 128, 2**31 - 1)),
+        rope_base=rng.choice((1e-20, 1.0, 1e4, 1e30)),
+        rms_eps=rng.choice((0.0, 1e-5, 1e30)),
+        n_ctx_train=rng.choice((1, 512, 2**31 - 1)),
+        weight_type=rng.choice((Q.F32, Q.F16, Q.BF16)),
+        vocab=rng.choice(("spm", "bpe")),
+        seed=rng.randrange(100),
+    )
 
 
 def _change(rng: random.Random, base: Base) -> Change:
@@ -112,7 +143,8 @@ def _spoil_metadata(rng: random.Random, pairs: Pairs) -> None:
         case 0:
             del pairs[at]
         case 1:
-            pairs.append((key, rng.choice(VALUES)))
+            key = rng.choice(KEYS)
+            pairs[:] = [*(pair for pair in pairs if pair[0] != key), (key, rng.choice(VALUES))]
         case 2:
             pairs[at] = (rng.choice(KEYS), value)
         case 3:

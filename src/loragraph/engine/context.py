@@ -80,6 +80,7 @@ class Context:
         self._mix = EMPTY_MIX
         self._n_past = 0
         self._closed = False
+        self._spoiled = False  # some cell may hold values that are not finite
         self.name = model.enter_context()
         try:
             self._lowering, self._runner = _make_runner(
@@ -157,7 +158,7 @@ class Context:
     def clear(self) -> None:
         """Forgets the sequence; adapters stay set."""
         with self._use():
-            self._n_past = 0
+            self._forget_from(0)
 
     def truncate(self, n_tokens: int) -> None:
         """Keeps the first `n_tokens` tokens of the sequence and forgets the rest.
@@ -165,7 +166,7 @@ class Context:
         ConfigError where there are not so many.
         """
         with self._use():
-            self._n_past = integer(n_tokens, "n_tokens", 0, self._n_past)
+            self._forget_from(integer(n_tokens, "n_tokens", 0, self._n_past))
 
     def close(self) -> None:
         """Detaches the adapters and frees the memory; a second call does nothing.
@@ -254,18 +255,18 @@ class Context:
                 f"expected a flat sequence of token ids, got {ids.ndim} dimensions of {ids.dtype}",
                 param="tokens",
             )
-        n_vocab = self.model.hparams.n_vocab
-        if ids.min() < 0 or ids.max() >= n_vocab:
-            raise InvalidRequestError(
-                f"expected token ids from 0 to {n_vocab - 1}, got {ids.min()} to {ids.max()}",
-                param="tokens",
-            )
         if self._n_past + len(ids) > self.n_ctx:
             raise ContextLengthError(
                 f"expected at most {self.n_ctx - self._n_past} more tokens in a context of "
                 f"{self.n_ctx}, got {len(ids)}",
                 param="tokens",
                 hint="a larger n_ctx takes more",
+            )
+        n_vocab = self.model.hparams.n_vocab
+        if ids.min() < 0 or ids.max() >= n_vocab:
+            raise InvalidRequestError(
+                f"expected token ids from 0 to {n_vocab - 1}, got {ids.min()} to {ids.max()}",
+                param="tokens",
             )
         return ids.astype(np.int32)
 
@@ -276,7 +277,7 @@ class Context:
                 chunk = ids[first : first + self.n_batch]
                 parts.append(self._step(chunk, last_only=last_only))
         except BaseException:
-            self._n_past = start
+            self._forget_from(start)
             raise
         if last_only:
             return parts[-1]
@@ -287,7 +288,16 @@ class Context:
         outputs = np.array([n - 1], np.int32) if last_only else np.arange(n, dtype=np.int32)
         logits = self._runner.run(Batch.of_one(chunk, self._n_past, self._mix, outputs))
         self._n_past += n
+        with np.errstate(all="ignore"):
+            self._spoiled |= not np.isfinite(logits[-1].sum())
         return logits
+
+    def _forget_from(self, n_tokens: int) -> None:
+        """Masked cells still meet the product of plain attention, and 0 * NaN is NaN."""
+        if self._spoiled:
+            self._runner.clear_cells(n_tokens)
+            self._spoiled = n_tokens > 0
+        self._n_past = n_tokens
 
 
 def _make_runner(

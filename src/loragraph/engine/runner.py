@@ -115,6 +115,10 @@ class Runner:
         n_vocab, n_outputs = graph.logits.ne[:2]
         return array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab).copy()
 
+    def clear_cells(self, first: int) -> None:
+        """Zeroes the cells from `first` on."""
+        self._cache.clear_from(first)
+
     def drop_graphs(self) -> None:
         """Drops every kept graph."""
         while self._graphs:
