@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.model import Model
-from loragraph.engine.options import check_memory, choice, integer, threads
+from loragraph.engine.options import check_memory, choice, integer, memory_errors, threads
 from loragraph.engine.runner import Counters, Runner
 from loragraph.errors import (
     ContextLengthError,
@@ -83,9 +83,10 @@ class Context:
         self._spoiled = False  # some cell may hold values that are not finite
         self.name = model.enter_context()
         try:
-            self._lowering, self._runner = _make_runner(
-                model, self.n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
-            )
+            with memory_errors(self.name):
+                self._lowering, self._runner = _make_runner(
+                    model, self.n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
+                )
         except BaseException:
             model.leave_context(self.name)
             raise
@@ -208,7 +209,8 @@ class Context:
             if self._closed:
                 raise LifecycleError(f"{self.name} was used after its close")
             self.model.check_open()
-            yield
+            with memory_errors(self.name):
+                yield
         finally:
             self._busy.release()
 

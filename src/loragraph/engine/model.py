@@ -12,7 +12,7 @@ from typing import Self
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, BaseTarget, TargetKind
 from loragraph.adapters.gguf import read_adapter
-from loragraph.engine.options import threads
+from loragraph.engine.options import memory_errors, threads
 from loragraph.errors import LifecycleError, UnsupportedError
 from loragraph.ggml.gguf import Scalar
 from loragraph.ggml.handles import CpuBackend
@@ -90,6 +90,19 @@ class Model:
         """
         n_threads = threads(n_threads)
         lib = load_library(None if ggml_folder is None else Path(ggml_folder))
+        with memory_errors(str(path)):
+            return cls._load(lib, path, n_threads, repack, progress, check_tensors)
+
+    @classmethod
+    def _load(
+        cls,
+        lib: Library,
+        path: str | os.PathLike[str],
+        n_threads: int,
+        repack: bool,
+        progress: Progress | None,
+        check_tensors: bool,
+    ) -> Self:
         files = ModelFiles(lib, path)
         owned: list[ModelFiles | Vocab | CpuBackend | Weights] = [files]
         try:
@@ -150,9 +163,10 @@ class Model:
     ) -> Adapter:
         """Loads and registers a GGUF adapter; see `loragraph.adapters.gguf.read_adapter`."""
         self.check_open()
-        adapter = read_adapter(
-            self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
-        )
+        with memory_errors(str(path)):
+            adapter = read_adapter(
+                self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
+            )
         adapter.on_close(self._forget)
         with self._lock:
             if not self._closed:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from loragraph.errors import CapacityError, ConfigError
@@ -51,6 +52,15 @@ def check_memory(nbytes: int, what: str) -> None:
             f"{what}: expected at most {limit} bytes, the memory of this machine, got {nbytes}",
             hint="a smaller n_ctx or n_batch takes less",
         )
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Python's MemoryError as CapacityError."""
+    try:
+        yield
+    except MemoryError as exc:
+        raise CapacityError(f"{what}: no memory") from exc
 
 
 def _memory_bytes() -> int | None:
