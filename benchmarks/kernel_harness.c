@@ -1,4 +1,8 @@
-/* Threads for kernel_lowrank.py: they call nodes one after another with a barrier between, as ggml does. */
+/* Threads for kernel_lowrank.py: they call nodes one after another with a barrier between, as ggml does.
+ *
+ * A pass takes the sum over its nodes of the slowest thread's processor time, waiting left out: on an idle machine
+ * the time between two barriers, on a busy one what it would be without the other processes' turns.
+ */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -17,6 +21,7 @@ typedef struct {
     const int64_t *n_bytes;
     atomic_int arrived, round;
     atomic_ullong sum;
+    double *seconds; /* [n_nodes or n_blocks][nth] */
 } bench_job;
 
 typedef struct { bench_job *job; int ith; } bench_thread;
@@ -43,48 +48,53 @@ static uint64_t read_all(const char *p, int64_t n) {
     return sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
 }
 
-static void *work(void *argument) {
-    bench_thread *self = argument;
-    bench_job *job = self->job;
-    barrier(job);
-    for (int i = 0; i < job->n_nodes; i++) {
-        ((node_function)job->nodes[i].function)(NULL, self->ith, job->nth, (void *)job->nodes[i].userdata);
-        barrier(job);
-    }
-    for (int i = 0; i < job->n_blocks; i++) {
-        int64_t part = job->n_bytes[i] / job->nth;
-        atomic_fetch_add(&job->sum, read_all((const char *)job->blocks[i] + part * self->ith, part));
-    }
-    barrier(job);
-    return NULL;
-}
-
-/* One thread is timed by its own processor time, which other processes disturb least. */
-static double now(int nth) {
+static double now(void) {
     struct timespec t;
-    clock_gettime(nth == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Seconds from the moment when all threads run to the end of the last. */
+static void *work(void *argument) {
+    bench_thread *self = argument;
+    bench_job *job = self->job;
+    for (int i = 0; i < (job->nodes ? job->n_nodes : job->n_blocks); i++) {
+        barrier(job);
+        double start = now();
+        if (job->nodes) {
+            ((node_function)job->nodes[i].function)(NULL, self->ith, job->nth, (void *)job->nodes[i].userdata);
+        } else {
+            int64_t part = job->n_bytes[i] / job->nth;
+            atomic_fetch_add(&job->sum, read_all((const char *)job->blocks[i] + part * self->ith, part));
+        }
+        job->seconds[i * job->nth + self->ith] = now() - start;
+    }
+    return NULL;
+}
+
 static double run(bench_job *job) {
+    const int n = job->nodes ? job->n_nodes : job->n_blocks;
     pthread_t *threads = calloc((size_t)job->nth, sizeof *threads);
     bench_thread *parts = calloc((size_t)job->nth, sizeof *parts);
+    job->seconds = calloc((size_t)n * (size_t)job->nth, sizeof *job->seconds);
     for (int i = 0; i < job->nth; i++) {
         parts[i] = (bench_thread){job, i};
         if (i > 0)
             pthread_create(&threads[i], NULL, work, &parts[i]);
     }
-    while (atomic_load(&job->arrived) < job->nth - 1)
-        sched_yield();
-    double start = now(job->nth);
     work(&parts[0]);
-    double seconds = now(job->nth) - start;
     for (int i = 1; i < job->nth; i++)
         pthread_join(threads[i], NULL);
+    double total = 0;
+    for (int i = 0; i < n; i++) {
+        double slowest = 0;
+        for (int t = 0; t < job->nth; t++)
+            slowest = job->seconds[i * job->nth + t] > slowest ? job->seconds[i * job->nth + t] : slowest;
+        total += slowest;
+    }
+    free(job->seconds);
     free(parts);
     free(threads);
-    return seconds;
+    return total;
 }
 
 double bench_nodes(const bench_node *nodes, int n_nodes, int nth) {
@@ -100,21 +110,24 @@ double bench_read(const size_t *blocks, const int64_t *n_bytes, int n_blocks, in
 /* FLOP/s of independent FMAs in registers on one thread; `width` is 16 (AVX-512) or 8 floats. */
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define PEAK(name, target_name, vector, set1, fma)                                                  \
-    __attribute__((target(target_name))) static double name(int64_t n) {                            \
-        vector acc[12], m = set1(0.999f), c = set1(0.001f);                                          \
-        for (int j = 0; j < 12; j++)                                                                 \
-            acc[j] = set1((float)j);                                                                 \
-        double start = now(1);                                                                        \
-        for (int64_t i = 0; i < n; i++)                                                              \
-            _Pragma("GCC unroll 12") for (int j = 0; j < 12; j++) {                                  \
-                acc[j] = fma(acc[j], m, c);                                                          \
-                __asm__ volatile("" : "+v"(acc[j]));                                                 \
-            }                                                                                        \
-        return (double)n * 12 * 2 * (double)(sizeof(vector) / 4) / (now(1) - start);                  \
+#define PEAK(name, target_name, vector, set1, fma, store)                                            \
+    __attribute__((target(target_name))) static double name(int64_t n) {                             \
+        vector a = set1(0), b = set1(1), c = set1(2), d = set1(3), e = set1(4), f = set1(5);         \
+        vector g = set1(6), h = set1(7), i = set1(8), j = set1(9), m = set1(0.999f), k = set1(.1f);  \
+        float sink[16];                                                                              \
+        double start = now();                                                                       \
+        for (int64_t r = 0; r < n; r++) {                                                            \
+            a = fma(a, m, k), b = fma(b, m, k), c = fma(c, m, k), d = fma(d, m, k);                  \
+            e = fma(e, m, k), f = fma(f, m, k), g = fma(g, m, k), h = fma(h, m, k);                  \
+            i = fma(i, m, k), j = fma(j, m, k);                                                      \
+        }                                                                                            \
+        double seconds = now() - start;                                                             \
+        store(sink, ((a + b) + (c + d)) + ((e + f) + (g + h)) + (i + j));                            \
+        __asm__ volatile("" : : "m"(sink));                                                          \
+        return (double)n * 10 * 2 * (double)(sizeof(vector) / 4) / seconds;                          \
     }
-PEAK(peak_512, "avx512f", __m512, _mm512_set1_ps, _mm512_fmadd_ps)
-PEAK(peak_256, "avx2,fma", __m256, _mm256_set1_ps, _mm256_fmadd_ps)
+PEAK(peak_512, "avx512f", __m512, _mm512_set1_ps, _mm512_fmadd_ps, _mm512_storeu_ps)
+PEAK(peak_256, "avx2,fma", __m256, _mm256_set1_ps, _mm256_fmadd_ps, _mm256_storeu_ps)
 double bench_fma(int64_t n, int width) { return width == 16 ? peak_512(n) : peak_256(n); }
 #else
 double bench_fma(int64_t n, int width) { return (void)n, (void)width, 0.0; }

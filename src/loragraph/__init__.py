@@ -5,15 +5,24 @@ import logging
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.context import Context
+from loragraph.engine.generate import Generation, GenerationEvent, GenerationStream, Timings
 from loragraph.engine.model import Model
+from loragraph.engine.one_call import generate
+from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import LoragraphError
 
 __all__ = [
     "Adapter",
     "Context",
+    "Generation",
+    "GenerationEvent",
+    "GenerationStream",
     "LoragraphError",
     "Mix",
     "Model",
+    "SamplingParams",
+    "Timings",
+    "generate",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -269,3 +269,14 @@ def test_without_base_only_the_file_is_checked(lib: Library, tmp_path: Path) -> 
     adapter = read_adapter(lib, path, None)
     assert adapter.report.base_share == 0
     assert adapter.report.coverage == {"attn_q": (1, 0)}
+
+
+@pytest.mark.parametrize("type_", [F32, F16, BF16, Q8_0], ids=lambda t: t.name)
+def test_one_value_is_enough(load: Any, type_: Any) -> None:
+    """An adapter whose B has a single value other than 0 changes something."""
+    b = np.zeros((N_EMBD, 32), np.float32)
+    b[-1, -1] = 1.0
+    adapter = load(None, pair(Q, rank=32) | {f"{Q}.lora_b": tensor(b, type_)})
+    assert adapter.report.warnings == ()
+    with pytest.raises(AdapterFormatError, match="would change nothing"):
+        load(None, pair(Q, rank=32) | {f"{Q}.lora_b": tensor(0 * b, type_)})

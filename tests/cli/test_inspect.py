@@ -161,6 +161,13 @@ def test_error_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert "expected the magic" in result.stderr
 
 
+def test_base_against_a_base(base_path: Path) -> None:
+    """--base with a file that is no adapter is the user's mistake."""
+    result = main("inspect", base_path, "--base", base_path)
+    assert result.returncode == 2
+    assert "only an adapter can be checked against a base" in result.stderr
+
+
 def test_wrong_usage_is_status_2() -> None:
     """An unknown flag is a usage error."""
     result = main("inspect", "--nonsense")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from itertools import product
 
@@ -10,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from loragraph.errors import BackendError, CapacityError, UnsupportedError
+from loragraph.kernels import library
 from loragraph.kernels.lowrank import (
     ExpandNode,
     Group,
@@ -349,6 +352,38 @@ def test_step_refuses_what_does_not_fit() -> None:
     assert step.n_entries == 4
     with pytest.raises(CapacityError, match="at most 1 groups of 4 entries"):
         step.write([Group(0, [0], [1.0]), Group(1, [0], [1.0])])
+
+
+def test_flat_arrays_are_groups(rng: np.random.Generator) -> None:
+    """write_csr takes what write makes of groups; pointers that miss entries are refused."""
+    table = Table.random(rng, 16, 8, [4, 4], (F32, F32))
+    x, ys = rows(rng, 3, 16), [np.zeros((3, 8), np.float32) for _ in range(2)]
+    step = LowrankStep(3, 2, 4)
+    shrink = ShrinkNode(step, [table.native])
+    shrink.bind(x.ctypes.data, 16)
+    expand = ExpandNode(shrink)
+    step.write([Group(1, [0, 2], [1.0, 2.0]), Group(0, [2], [3.0])])
+    expand.bind(ys[0].ctypes.data, 8)
+    run_nodes([shrink, expand])
+    step.write_csr(
+        np.array([1, 0]), np.array([0, 2, 3]), np.array([0, 2, 2]), np.array([1.0, 2.0, 3.0])
+    )
+    expand.bind(ys[1].ctypes.data, 8)
+    run_nodes([shrink, expand])
+    np.testing.assert_array_equal(ys[0], ys[1])
+    assert ys[0][2].any()
+    with pytest.raises(ValueError, match="ptr: expected 0 to 3, got 0 to 2"):
+        step.write_csr([1, 0], [0, 1, 2], [0, 2, 2], [1.0, 2.0, 3.0])
+
+
+def test_missing_build_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the compiled module cannot be imported, a BackendError says so."""
+    monkeypatch.setitem(sys.modules, "loragraph.kernels._kernels", None)
+    spec = importlib.util.spec_from_file_location("library_again", library.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(BackendError, match="compiled module"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_nodes_share_no_function() -> None:

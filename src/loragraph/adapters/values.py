@@ -45,7 +45,7 @@ def all_zero(type_: int, data: Bytes) -> bool:
     """Whether every value is 0 or -0."""
     for piece in _pieces(type_, data):
         if type_ == Q8_0:
-            if np.any(piece["qs"][(piece["d"] & 0x7FFF) != 0]):
+            if np.any(((piece["d"] & 0x7FFF) != 0) & piece["qs"].any(axis=1)):
                 return False
         elif np.any(piece << 1):  # without the sign
             return False

@@ -8,7 +8,12 @@ from pathlib import Path
 from loragraph.ggml.lib import Library, load_library
 
 
+def ggml_folder() -> Path | None:
+    """The folder that LORAGRAPH_GGML_DIR names; None means llama-cpp-python's."""
+    folder = os.environ.get("LORAGRAPH_GGML_DIR")
+    return Path(folder) if folder else None
+
+
 def open_library() -> Library:
     """The library of LORAGRAPH_GGML_DIR, or that of llama-cpp-python."""
-    folder = os.environ.get("LORAGRAPH_GGML_DIR")
-    return load_library(Path(folder) if folder else None)
+    return load_library(ggml_folder())

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import typer
 
 from loragraph.cli.inspect import inspect
-from loragraph.errors import LoragraphError
+from loragraph.cli.run import run
+from loragraph.errors import BackendError, LoragraphError
 
 app = typer.Typer(
     help="Serve one GGUF base model and any number of LoRA adapters.",
@@ -17,7 +20,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(run)
 app.command()(inspect)
+
+# Click's base of all usage errors; typer has a copy of click and does not export this class.
+_ClickError: Any = typer.BadParameter.__mro__[2]
 
 
 @app.callback()
@@ -25,19 +32,36 @@ def _commands() -> None:
     """Serve one GGUF base model and any number of LoRA adapters."""
 
 
-def main() -> None:
-    """Entry point of the command `loragraph`."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of the command `loragraph`; ends the process."""
     try:
-        app()
+        status = app(args, standalone_mode=False, prog_name="loragraph")
+        sys.stdout.flush()
+        sys.exit(status if isinstance(status, int) else 0)
     except LoragraphError as error:
-        sys.stderr.write(f"loragraph: {' '.join(str(error).split())}\n")
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _complain(str(error))
+        sys.exit(1 if isinstance(error, BackendError) else 2)
+    except _ClickError as error:
+        _complain_usage(error)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-        # The reader is gone. Without this, Python's last flush of stdout would fail once more.
+        # The reader is gone, which is no news for the user; typer, too, ends with 1 then.
+        # Without this, Python's last flush of stdout would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + 13)
+        sys.exit(1)
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"loragraph: {' '.join(message.split())}\n")
+
+
+def _complain_usage(error: Any) -> None:
+    command = error.ctx.command_path if error.ctx is not None else "loragraph"
+    if len(sys.argv) < 2 and not error.format_message():
+        return  # no arguments at all: the help has been shown
+    _complain(f"{error.format_message()} (hint: {command} --help)")
 
 
 if __name__ == "__main__":

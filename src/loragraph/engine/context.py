@@ -7,16 +7,25 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import EMPTY_MIX, Mix
+from loragraph.engine.generate import (
+    Generation,
+    GenerationStream,
+    Prompt,
+    SamplingFields,
+    prompt_tokens,
+    sampling_params,
+)
 from loragraph.engine.model import Model
 from loragraph.engine.options import check_memory, choice, integer, memory_errors, threads
 from loragraph.engine.runner import Counters, Runner
+from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -79,6 +88,7 @@ class Context:
         self._busy = threading.Lock()
         self._mix = EMPTY_MIX
         self._n_past = 0
+        self._held: list[int] = []  # in the sequence, but not computed yet
         self._closed = False
         self._spoiled = False  # some cell may hold values that are not finite
         self.name = model.enter_context()
@@ -94,7 +104,7 @@ class Context:
     @property
     def n_past(self) -> int:
         """Tokens in the sequence."""
-        return self._n_past
+        return self._n_past + len(self._held)
 
     @property
     def mix(self) -> Mix:
@@ -143,7 +153,7 @@ class Context:
 
         `outputs="last"` computes the last token's alone, (1, n_vocab). Raises InvalidRequestError
         for ids outside the vocabulary, ContextLengthError where they do not fit; then nothing of
-        them was appended.
+        them was appended. Without tokens, "last" gives the logits of a token that is held.
         """
         with self._use():
             if outputs not in ("all", "last"):
@@ -152,14 +162,67 @@ class Context:
                 )
             ids = self._checked_tokens(tokens)
             self.model.check_files()
-            if len(ids) == 0:
+            if len(ids) == 0 and not (self._held and outputs == "last"):
                 return np.empty((0, self.model.hparams.n_vocab), np.float32)
-            return self._decode(ids, last_only=outputs == "last")
+            held = self._held
+            all_ids = np.concatenate([np.array(held, np.int32), ids]) if held else ids
+            logits = self._decode(all_ids, last_only=outputs == "last")
+            self._held = []
+            return logits if outputs == "last" else logits[len(held) :]
+
+    def hold(self, token: int) -> None:
+        """Appends a token without computing it: the next decode does, with what it is given.
+
+        So the last token of a generation is part of the sequence, but costs no step of its own.
+        """
+        with self._use():
+            self._held += self._checked_tokens([token]).tolist()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> GenerationStream:
+        """Appends `prompt` to the sequence and generates: an iterator of events, one a token.
+
+        `prompt` is a text, token ids or chat messages; with `chat` a text is one user message.
+        `fields` are those of SamplingParams, and replace those of `params`. Ends with "stop" at
+        an end-of-generation token or a stop string, with "length" after max_tokens or where the
+        context is full. Raises InvalidRequestError and ContextLengthError at once, before any
+        token is computed.
+        """
+        chosen = sampling_params(params, fields)
+        with self._use():
+            ids = prompt_tokens(self.model, prompt, chat=chat, begins=self.n_past == 0)
+            if not ids and not self._held:
+                raise InvalidRequestError(
+                    "prompt: expected at least one token, got none", param="prompt"
+                )
+            self._checked_tokens(ids)
+            return GenerationStream(self, ids, chosen)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> Generation:
+        """Appends `prompt` to the sequence and generates to the end; arguments as for stream()."""
+        with self.stream(prompt, params, chat=chat, **fields) as stream:
+            for _ in stream:
+                pass
+            return stream.result
 
     def clear(self) -> None:
         """Forgets the sequence; adapters stay set."""
         with self._use():
             self._forget_from(0)
+            self._held = []
 
     def truncate(self, n_tokens: int) -> None:
         """Keeps the first `n_tokens` tokens of the sequence and forgets the rest.
@@ -167,7 +230,9 @@ class Context:
         ConfigError where there are not so many.
         """
         with self._use():
-            self._forget_from(integer(n_tokens, "n_tokens", 0, self._n_past))
+            n_tokens = integer(n_tokens, "n_tokens", 0, self.n_past)
+            self._held = self._held[: max(0, n_tokens - self._n_past)]
+            self._forget_from(min(n_tokens, self._n_past))
 
     def close(self) -> None:
         """Detaches the adapters and frees the memory; a second call does nothing.
@@ -257,9 +322,9 @@ class Context:
                 f"expected a flat sequence of token ids, got {ids.ndim} dimensions of {ids.dtype}",
                 param="tokens",
             )
-        if self._n_past + len(ids) > self.n_ctx:
+        if self.n_past + len(ids) > self.n_ctx:
             raise ContextLengthError(
-                f"expected at most {self.n_ctx - self._n_past} more tokens in a context of "
+                f"expected at most {self.n_ctx - self.n_past} more tokens in a context of "
                 f"{self.n_ctx}, got {len(ids)}",
                 param="tokens",
                 hint="a larger n_ctx takes more",

@@ -23,6 +23,7 @@ _MAX_VISITED = 1 << 14
 _MAX_STACK_DEPTH = 1 << 12
 _PROBE_STEPS = 48
 _PROBE_WORK = 40_000
+_LEAST_CHAR = (0, 0, 1 << 11, 1 << 16)  # by the number of missing bytes
 _UTF8_LENGTH = (1,) * 8 + (0,) * 4 + (2, 2, 3, 4)  # by the first byte's upper four bits
 
 Position = tuple[int, int]
@@ -75,6 +76,17 @@ class Automaton:
                     moved.append(stack[:-1] + self._after(after))
         return self.advance(moved)
 
+    def may_complete(self, stacks: tuple[Stack, ...], partial: Partial) -> bool:
+        """True where some character that begins with `partial` is allowed next."""
+        value, missing = partial
+        if missing < 0 or (missing == 1 and value < 2):  # broken, or longer than it need be
+            return False
+        low = value << (6 * missing)
+        high = low | ((1 << (6 * missing)) - 1)
+        if low == 0:
+            low = _LEAST_CHAR[missing]
+        return any(self._overlaps(stack[-1], low, high) for stack in stacks if stack)
+
     def boundaries(self, stack: Stack) -> Iterable[int]:
         """Code points at which the character class on top of `stack` begins, or just ends."""
         if not stack:
@@ -102,6 +114,25 @@ class Automaton:
     def _after(self, position: Position) -> Stack:
         """The position as a stack; nothing at the end of a sequence."""
         return () if self._element(position)[0] in (Kind.END, Kind.ALT) else (position,)
+
+    def _overlaps(self, position: Position, low: int, high: int) -> bool:
+        """Does a character in [low, high] match? For [^...], as in libllama, only where none of
+        the excluded ranges touches it."""
+        rule, index = position
+        elements = self._rules[rule]
+        positive = elements[index][0] != Kind.CHAR_NOT
+        while True:
+            kind, value = elements[index]
+            if elements[index + 1][0] == Kind.CHAR_RNG_UPPER:
+                touches = value <= high and low <= elements[index + 1][1]
+                index += 2
+            else:
+                touches = kind == Kind.CHAR_ANY or low <= value <= high
+                index += 1
+            if touches:
+                return positive
+            if elements[index][0] != Kind.CHAR_ALT:
+                return not positive
 
     def _match(self, position: Position, char: int) -> tuple[bool, Position]:
         rule, index = position
@@ -146,12 +177,10 @@ class GrammarState:
     def accept(self, piece: bytes) -> bool:
         """Moves on over `piece`; False, without moving, where the grammar forbids it."""
         chars, partial = decode(piece, self._partial)
-        if partial[1] < 0:
-            return False
         stacks = tuple(stack for stack in self._stacks if stack)
         for char in chars:
             stacks = self._automaton.step(stacks, char)
-        if not stacks:
+        if not stacks or (partial[1] and not self._automaton.may_complete(stacks, partial)):
             return False
         self._stacks, self._partial = stacks, partial
         return True

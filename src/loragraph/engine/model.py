@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, BaseTarget, TargetKind
 from loragraph.adapters.gguf import read_adapter
 from loragraph.engine.options import memory_errors, threads
-from loragraph.errors import LifecycleError, UnsupportedError
+from loragraph.errors import InvalidRequestError, LifecycleError, UnsupportedError
 from loragraph.ggml.gguf import Scalar
 from loragraph.ggml.handles import CpuBackend
 from loragraph.ggml.lib import Library, load_library
@@ -22,6 +23,7 @@ from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.weights import Progress, Use, Weights
+from loragraph.vocab.chat import ChatTemplate
 from loragraph.vocab.vocab import Vocab
 
 _KINDS: Mapping[Use, TargetKind] = {
@@ -154,6 +156,44 @@ class Model:
         """Pairs of all registered adapters: what llama.cpp's node budget counts."""
         return sum(len(adapter.pairs) for adapter in self.adapters)
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The file's chat template, None where it has none. FormatError for one that is wrong."""
+        source = self.vocab.chat_template()
+        if source is None:
+            return None
+        return ChatTemplate(source, bos=self._text(self.vocab.bos), eos=self._text(self.vocab.eos))
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        begins: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """The token ids of a chat, by the file's template; `variables` are for the template.
+
+        As in llama.cpp: control tokens are parsed everywhere, and a BOS or EOS that both the
+        template and the vocabulary add stands there once. `begins`: see `Vocab.tokenize`'s
+        `add_special`.
+        """
+        self.check_open()
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                f"{self.path.name} has no chat template",
+                param="messages",
+                hint="give the prompt as plain text",
+            )
+        text = self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, **variables
+        )
+        if begins and self.vocab.add_bos:
+            text = text.removeprefix(self._text(self.vocab.bos))
+        if begins and self.vocab.add_eos:
+            text = text.removesuffix(self._text(self.vocab.eos))
+        return self.vocab.tokenize(text, add_special=begins, parse_special=True)
+
     def load_adapter(
         self,
         path: str | os.PathLike[str],
@@ -226,6 +266,9 @@ class Model:
 
     def _was_closed(self) -> LifecycleError:
         return LifecycleError(f"the model {self.path.name} was used after its close")
+
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self.vocab.piece(token).decode("utf-8", "replace")
 
     def _forget(self, adapter: Adapter) -> None:
         with self._lock:

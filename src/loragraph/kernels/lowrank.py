@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,13 +48,17 @@ __all__ = [
 ]
 
 
+FloatArray = NDArray[np.floating[Any]]
+Integers = Sequence[int] | NDArray[np.integer[Any]]
+
+
 @dataclass(frozen=True)
 class Group:
     """The rows of one step that apply the adapter in one slot."""
 
     slot: int
-    rows: Sequence[int] | NDArray[np.integer[Any]]  # ascending rows of x and y
-    scales: Sequence[float] | NDArray[np.floating[Any]]  # user scale of each row
+    rows: Integers  # ascending rows of x and y
+    scales: Sequence[float] | FloatArray  # user scale of each row
 
 
 class LowrankStep:
@@ -100,22 +105,37 @@ class LowrankStep:
 
     def write(self, groups: Sequence[Group]) -> None:
         """Replaces the groups, summed in this order; CapacityError if they do not fit."""
-        n_entries = sum(len(group.rows) for group in groups)
-        if len(groups) > self.max_groups or n_entries > self.max_entries:
+        sizes = [len(group.rows) for group in groups]
+        self.write_csr(
+            [group.slot for group in groups],
+            [0, *accumulate(sizes)],
+            [row for group in groups for row in group.rows],
+            [scale for group in groups for scale in group.scales],
+        )
+
+    def write_csr(
+        self, slots: Integers, ptr: Integers, rows: Integers, scales: Sequence[float] | FloatArray
+    ) -> None:
+        """`write` for groups that lie in flat arrays already.
+
+        slots (n_groups,) · ptr (n_groups + 1,) from 0 to n_entries · rows and scales (n_entries,).
+        """
+        n_groups, n_entries = len(slots), len(rows)
+        if n_groups > self.max_groups or n_entries > self.max_entries:
             raise CapacityError(
                 f"low-rank step: expected at most {self.max_groups} groups of {self.max_entries} "
-                f"entries in all, got {len(groups)} of {n_entries}",
+                f"entries in all, got {n_groups} of {n_entries}",
                 hint="lower the number of adapters per batch or raise the limit",
             )
-        start = 0
-        for i, group in enumerate(groups):
-            end = start + len(group.rows)
-            self._slots[i] = group.slot
-            self._rows[start:end] = group.rows
-            self._scales[start:end] = group.scales
-            start = self._ptr[i + 1] = end
-        self._struct.n_groups = len(groups)
+        self._struct.n_groups = 0  # an exception below leaves an empty step, never a torn one
+        self._slots[:n_groups] = slots
+        self._ptr[: n_groups + 1] = ptr
+        self._rows[:n_entries] = rows
+        self._scales[:n_entries] = scales
+        if self._ptr[0] != 0 or self._ptr[n_groups] != n_entries:
+            raise ValueError(f"ptr: expected 0 to {n_entries}, got {ptr[0]} to {ptr[-1]}")
         self._struct.n_entries = n_entries
+        self._struct.n_groups = n_groups
 
 
 class ShrinkNode:

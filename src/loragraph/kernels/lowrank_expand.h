@@ -151,7 +151,7 @@ INLINE void expand_typed(const expand_range *c, const lowrank_expand_node *node,
     for (; i + EXPAND_ROWS <= n; i += EXPAND_ROWS) {
         for (int j = 0; j < EXPAND_ROWS; j++)
             y[j] = node->y + rows[i + j] * node->y_stride;
-        expand_rows(c, h + i * c->pair->rank, y, EXPAND_ROWS, type, 0);
+        expand_rows(c, h + i * c->pair->rank, y, EXPAND_ROWS, type, i == 0);
     }
     for (; i < n; i++) {
         y[0] = node->y + rows[i] * node->y_stride;

@@ -27,13 +27,18 @@ INLINE void shrink_tile(const char *a, const float *const *x, int64_t n_in, int 
         }
     }
     const int rest = (int)(n_in - whole);
-    for (int i = 0; i < n_ranks; i++)
-        for (int j = 0; j < n_rows; j++) {
-            if (rest)
+    if (rest)
+#pragma GCC unroll 4
+        for (int i = 0; i < n_ranks; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < n_rows; j++)
                 acc[i][j] = v_fma(row_load_tail(a + i * stride, whole, rest, type),
                                   row_load_tail((const char *)x[j], whole, rest, F32), acc[i][j]);
+#pragma GCC unroll 4
+    for (int i = 0; i < n_ranks; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < n_rows; j++)
             dots[i][j] = v_sum(acc[i][j]);
-        }
 }
 
 /* One unit of work: up to RANKS rank rows of A with up to ROW_BLOCK rows of x. */

@@ -19,7 +19,7 @@ from loragraph.adapters.checks import type_name
 from loragraph.adapters.draft import Draft, read_draft
 from loragraph.adapters.gguf import check_adapter, read_adapter
 from loragraph.adapters.report import coverage, target_class
-from loragraph.errors import GGUFError, LoragraphError
+from loragraph.errors import ConfigError, GGUFError, LoragraphError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
 
@@ -36,6 +36,10 @@ def inspect_file(
     """
     with GGUFFile(lib, path) as file:
         if not _is_adapter(file):
+            if base is not None:
+                raise ConfigError(
+                    f"only an adapter can be checked against a base, {path} is none", field="base"
+                )
             return _describe_base(lib, file)
         metadata = _metadata(file)
     base_info = read_base_info(lib, base) if base is not None else None

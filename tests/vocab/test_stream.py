@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loragraph.errors import InvalidRequestError
+from loragraph.vocab.stream import TextStream
+
+
+def naive(data: bytes, stops: list[str]) -> tuple[str, str | None]:
+    """The twin: decode everything, cut at the stop string that is complete first."""
+    text = data.decode("utf-8", "replace")
+    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    end, _, stop = min(found)
+    return text[: end - len(stop)], stop
+
+
+def streamed(parts: list[bytes], stops: list[str]) -> tuple[list[str], TextStream]:
+    stream = TextStream(stops)
+    return [*map(stream.feed, parts), stream.flush()], stream
+
+
+_BYTES = st.lists(
+    st.one_of(
+        st.text("abc", max_size=4).map(str.encode),
+        st.sampled_from(
+            [b"\xf0\x9f", b"\xa6\x99", b"\xc3", b"\xa9", b"\xff", b"\xe4\xb8\xad", b""]
+        ),
+        st.binary(max_size=4),
+    ),
+    max_size=12,
+)
+_STOPS = st.lists(
+    st.one_of(
+        st.text("abc", min_size=1, max_size=5), st.sampled_from(["é", "中", "\ufffd", "🦙a"])
+    ),
+    max_size=4,
+)
+
+
+@given(parts=_BYTES, stops=_STOPS)
+def test_stream_equals_joining_everything_first(parts: list[bytes], stops: list[str]) -> None:
+    """However the bytes are cut into tokens, the text is the naive twin's."""
+    texts, stream = streamed(parts, stops)
+    text, stop = naive(b"".join(parts), stops)
+    assert "".join(texts) == text
+    assert stream.stop_string == stop
+    assert stream.stopped == (stop is not None)
+
+
+@given(parts=_BYTES, stops=_STOPS)
+def test_nothing_is_held_longer_than_needed(parts: list[bytes], stops: list[str]) -> None:
+    """After each token everything is out but a possible beginning of a stop string."""
+    stream = TextStream(stops)
+    given_out = ""
+    for n in range(len(parts)):
+        given_out += stream.feed(parts[n])
+        if stream.stopped:
+            return
+        whole, _ = naive(_without_unfinished(b"".join(parts[: n + 1])), [])
+        held = whole.removeprefix(given_out)
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def _without_unfinished(data: bytes) -> bytes:
+    """The data without an unfinished character at its end."""
+    for n in range(1, 4):
+        try:
+            data[-n:].decode()
+        except UnicodeDecodeError as exc:
+            if exc.reason == "unexpected end of data":
+                return data[: len(data) - n + exc.start]
+    return data
+
+
+def test_characters_are_never_split() -> None:
+    """The bytes of one character come out together, in the piece that completes it."""
+    texts, _ = streamed([b"a\xf0", b"\x9f\xa6", b"\x99b", b"\xc3"], [])
+    assert texts == ["a", "", "🦙b", "", "\ufffd"]
+
+
+def test_overlapping_stops() -> None:
+    """The stop string that is complete first wins; of two at one place, the longer one."""
+    assert streamed([b"xabcd"], ["abcd", "bc"])[0] == ["xa", ""]
+    assert streamed([b"xab", b"c"], ["abc", "bc"])[0] == ["x", "", ""]
+
+
+def test_text_after_a_stop_is_dropped() -> None:
+    """Nothing comes after a stop string, and what looked like one comes out at the end."""
+    texts, stream = streamed([b"one<e", b"nd>two", b"three"], ["<end>"])
+    assert texts == ["one", "", "", ""]
+    assert stream.stop_string == "<end>"
+    assert streamed([b"one<e"], ["<end>"])[0] == ["one", "<e"]
+
+
+def test_empty_stop_is_refused() -> None:
+    """An empty stop string would end every text at once."""
+    with pytest.raises(InvalidRequestError, match="non-empty"):
+        TextStream(["a", ""])
