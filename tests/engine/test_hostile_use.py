@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from loragraph import Adapter, Context, LoragraphError, Model
+from loragraph.adapters.gguf import read_adapter
 from loragraph.errors import CapacityError, ConfigError, InvalidRequestError, LifecycleError
 from tests.tiny import TinyAdapter, TinyLlama
 
@@ -102,7 +104,7 @@ RIGHT_TOKENS: list[Any] = [
     np.array([1, 2, 3], ">i2"),
     np.array([3, 0, 2, 0, 1])[::-2],
     np.ma.masked_array([1, 2, 3]),
-    memoryview(np.array([1, 2, 3], np.int64)),
+    array.array("q", [1, 2, 3]),
 ]
 
 
@@ -253,17 +255,14 @@ def test_adapter_that_finishes_loading_after_the_model_closed(
     model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is closed again instead of outliving its model."""
-    from loragraph.engine import model as module
-
     loaded: list[Adapter] = []
 
     def slow_read(*args: Any, **options: Any) -> Adapter:
-        loaded.append(read(*args, **options))
+        loaded.append(read_adapter(*args, **options))
         model.close()
         return loaded[0]
 
-    read = module.read_adapter
-    monkeypatch.setattr(module, "read_adapter", slow_read)
+    monkeypatch.setattr("loragraph.engine.model.read_adapter", slow_read)
     with pytest.raises(LifecycleError):
         model.load_adapter(folder / "adapter.gguf")
     assert loaded[0].closed

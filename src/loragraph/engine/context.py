@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self, Unpack
 
@@ -14,6 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import EMPTY_MIX, Mix
+from loragraph.engine.assembly import (
+    KV_TYPES,
+    AttentionName,
+    KvType,
+    LoweringName,
+    make_runner,
+)
 from loragraph.engine.generate import (
     Generation,
     GenerationStream,
@@ -23,32 +30,19 @@ from loragraph.engine.generate import (
     sampling_params,
 )
 from loragraph.engine.model import Model
-from loragraph.engine.options import check_memory, choice, integer, memory_errors, threads
-from loragraph.engine.runner import Counters, Runner
+from loragraph.engine.options import choice, integer, memory_errors, threads
+from loragraph.engine.runner import Counters
 from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
     ContextLengthError,
     InvalidRequestError,
     LifecycleError,
 )
-from loragraph.ggml.handles import F16, F32, CpuBackend
-from loragraph.graph.attention.base import CELL_QUANTUM, Attention
-from loragraph.graph.attention.flash import FlashAttention
-from loragraph.graph.attention.plain import PlainAttention
 from loragraph.graph.batch import Batch
-from loragraph.graph.kv_cache import KvCache
-from loragraph.graph.lowrank.base import Lowering
 from loragraph.graph.lowrank.branch import BranchLowering
-from loragraph.graph.lowrank.resident import Resident
-from loragraph.graph.lowrank.routed import RoutedLowering
-
-LoweringName = Literal["routed", "branch"]
-AttentionName = Literal["flash", "plain"]
-KvType = Literal["f16", "f32"]
 
 MAX_CTX = 1 << 24
 MAX_BATCH = 1 << 16
-_KV_TYPES: Mapping[str, int] = {"f16": F16, "f32": F32}
 
 
 class Context:
@@ -78,7 +72,7 @@ class Context:
         if not isinstance(model, Model):
             raise TypeError(f"expected a Model, got {type(model).__name__}")
         choice(lowering, "lowering", ("routed", "branch"))
-        choice(kv_type, "kv_type", tuple(_KV_TYPES))
+        choice(kv_type, "kv_type", tuple(KV_TYPES))
         choice(attention, "attention", ("flash", "plain"))
         self.model = model
         self.n_ctx = integer(n_ctx, "n_ctx", 1, MAX_CTX)
@@ -94,7 +88,7 @@ class Context:
         self.name = model.enter_context()
         try:
             with memory_errors(self.name):
-                self._lowering, self._runner = _make_runner(
+                self._lowering, self._runner = make_runner(
                     model, self.n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
                 )
         except BaseException:
@@ -365,43 +359,3 @@ class Context:
             self._runner.clear_cells(n_tokens)
             self._spoiled = n_tokens > 0
         self._n_past = n_tokens
-
-
-def _make_runner(
-    model: Model,
-    n_ctx: int,
-    n_batch: int,
-    lowering_name: LoweringName,
-    kv_type: KvType,
-    attention_name: AttentionName,
-    n_threads: int,
-) -> tuple[Lowering, Runner]:
-    hparams, lib = model.hparams, model.lib
-    widths = frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
-    attention: Attention = FlashAttention() if attention_name == "flash" else PlainAttention(widths)
-    n_cells = -(-n_ctx // CELL_QUANTUM) * CELL_QUANTUM
-    type_ = _KV_TYPES[kv_type]
-    specs = attention.specs(n_batch, n_cells).values()
-    check_memory(
-        KvCache.bytes_for(lib, hparams, n_cells, type_) + sum(spec.nbytes for spec in specs),
-        f"a context of {n_ctx} tokens, steps of {n_batch}",
-    )
-    with ExitStack() as made:  # closes what there is where a later piece fails
-        lowering = _make_lowering(model, lowering_name, n_batch)
-        made.callback(lowering.close)
-        backend = made.enter_context(CpuBackend(lib, n_threads))
-        cache = KvCache(lib, hparams, n_cells, type_, v_transposed=attention.v_transposed)
-        made.callback(cache.close)
-        n_tensors = len(model.weights.by_name)
-        runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
-        made.pop_all()
-    return lowering, runner
-
-
-def _make_lowering(model: Model, name: LoweringName, n_batch: int) -> Lowering:
-    if name == "branch":
-        return BranchLowering(
-            model.lib, tied=model.base_info.tied, registered=lambda: model.n_adapter_pairs
-        )
-    weights = model.weights.by_name
-    return RoutedLowering(weights, Resident(weights, model.prepared), n_batch)

@@ -174,10 +174,20 @@ class CpuBackend(Handle):
         super().__init__(lib, lib.c.ggml_backend_cpu_init(), "CPU backend")
         self.n_threads = n_threads
         lib.c.ggml_backend_cpu_set_n_threads(self.ptr, n_threads)
+        self._work = _aligned_bytes(0)
 
     def compute(self, graph: Any) -> None:
-        """Runs a graph whose tensors all have memory; BackendError with ggml's status."""
-        check_status(self.lib.c.ggml_backend_graph_compute(self.ptr, graph), "graph_compute")
+        """Runs a graph whose tensors all have memory; BackendError with ggml's status.
+
+        Does what ggml_backend_graph_compute does, with work memory of our own: the backend ends
+        the process where it cannot allocate it.
+        """
+        lib = self.lib
+        plan = lib.c.ggml_graph_plan(graph, self.n_threads, lib.ffi.NULL)
+        if plan.work_size > len(self._work):
+            self._work = _aligned_bytes(plan.work_size)
+        plan.work_data = lib.ffi.cast("uint8_t *", self._work.ctypes.data)
+        check_status(lib.c.ggml_graph_compute(graph, lib.ffi.addressof(plan)), "graph_compute")
 
     def _free(self, ptr: Any) -> None:
         self.lib.c.ggml_backend_free(ptr)
