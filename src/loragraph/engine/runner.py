@@ -83,7 +83,10 @@ class Runner:
         backend: CpuBackend,
         n_batch: int,
     ) -> None:
-        """Takes cache, lowering and backend over. `n_tensors` of the base sets the node budget."""
+        """Takes cache, lowering and backend over, unless it raises.
+
+        `n_tensors` of the base sets the node budget.
+        """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
@@ -111,6 +114,10 @@ class Runner:
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
         return graph.values.copy()
+
+    def clear_cells(self, first: int) -> None:
+        """Zeroes the cells from `first` on."""
+        self._cache.clear_from(first)
 
     def drop_graphs(self) -> None:
         """Drops every kept graph."""
