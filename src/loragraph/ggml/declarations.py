@@ -226,6 +226,7 @@ typedef struct { llama_token token; float bias; } llama_logit_bias;
 struct llama_sampler_chain_params { bool no_perf; };
 
 void llama_log_set(ggml_log_callback callback, void *user_data);
+void llama_log_get(ggml_log_callback *callback, void **user_data);
 struct llama_model_params llama_model_default_params(void);
 struct llama_model *llama_model_load_from_file(const char *path,
                                                struct llama_model_params params);

@@ -70,14 +70,23 @@ class Library:
 
     @contextmanager
     def log_lines(self) -> Iterator[list[str]]:
-        """Collects the library's warnings and errors of this block, for use in error messages."""
+        """Collects the library's warnings and errors of this block, for use in error messages.
+
+        The process has one log callback, and another package may have taken it: it is ours for
+        the length of the block and then given back.
+        """
         lines: list[str] = []
         handler = _Collector(lines)
+        callback = self.ffi.new("ggml_log_callback *")
+        user_data = self.ffi.new("void **")
+        self.c.llama_log_get(callback, user_data)
+        self.c.llama_log_set(self._log_callback, self.ffi.NULL)
         _log.addHandler(handler)
         try:
             yield lines
         finally:
             _log.removeHandler(handler)
+            self.c.llama_log_set(callback[0], user_data[0])
 
     def _check_version(self) -> str:
         try:
