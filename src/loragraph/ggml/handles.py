@@ -161,7 +161,9 @@ class Buffer(Handle):
     def place(self, tensor: Tensor, offset: int) -> None:
         """Gives `tensor` the memory at `offset`; 32-byte aligned, inside the buffer."""
         nbytes = int(self.lib.c.ggml_nbytes(tensor.ptr))
-        if offset % 32 or offset + nbytes > self.nbytes:
+        if tensor.ptr.data != self.lib.ffi.NULL:
+            raise BackendError(f"{tensor!r} has its memory already")
+        if offset < 0 or offset % 32 or offset + nbytes > self.nbytes:
             raise BackendError(f"{tensor!r} does not fit at offset {offset} of {self.nbytes} bytes")
         address = self.lib.ffi.cast("void *", self.base + offset)
         check_status(
