@@ -254,27 +254,31 @@ def test_a_right_call_gives_the_documented_shape(
     assert out.ne == ne
 
 
-def test_a_full_context_raises(t: Maker) -> None:
+def test_a_full_context_raises() -> None:
     """One node too many raises instead of ggml's abort; what was made stays usable."""
     lib = load_library()
     with TensorContext(lib, 3, 3) as ctx:
         x = ctx.new_tensor(F32, (4,))
         y = Ops(ctx).scale(Ops(ctx).scale(x, 2.0), 2.0)
-        for make in (lambda: Ops(ctx).scale(x, 2.0), lambda: ctx.new_tensor(F32, (4,))):
-            with pytest.raises(BackendError, match="full"):
-                make()
-        assert np.array_equal(computed(lib, ctx, x, y), [0, 4, 8, 12])
+        with pytest.raises(BackendError, match="full"):
+            Ops(ctx).scale(x, 2.0)
+        with pytest.raises(BackendError, match="full"):
+            ctx.new_tensor(F32, (4,))
+        assert _computed(lib, ctx, x, y) == [0, 4, 8, 12]
 
 
-def computed(lib: Library, ctx: TensorContext, x: Tensor, y: Tensor) -> object:
+def _computed(lib: Library, ctx: TensorContext, x: Tensor, y: Tensor) -> list[float]:
     """y of x = 0, 1, 2, 3."""
     graph = lib.c.ggml_new_graph_custom(ctx.ptr, 3, False)
     lib.c.ggml_build_forward_expand(graph, y.ptr)
-    with Buffer.allocate(lib, 64) as memory, GraphAllocator(lib) as allocator:
+    with (
+        Buffer.allocate(lib, 64) as memory,
+        GraphAllocator(lib) as allocator,
+        CpuBackend(lib, 1) as backend,
+    ):
         memory.place(x, 0)
-        array_view(lib, x).setflags(write=True)
         array_view(lib, x)[:] = np.arange(4)
         allocator.allocate(graph)
-        with CpuBackend(lib, 1) as backend:
-            backend.compute(graph)
-        return array_view(lib, y).copy()
+        backend.compute(graph)
+        values: list[float] = array_view(lib, y).tolist()
+        return values
