@@ -286,9 +286,10 @@ class Context:
                 param="tokens",
             )
         n_vocab = self.model.hparams.n_vocab
-        if ids.min() < 0 or ids.max() >= n_vocab:
+        values = ids.tolist()  # for the one token of a decode cheaper than two reductions
+        if min(values) < 0 or max(values) >= n_vocab:
             raise InvalidRequestError(
-                f"expected token ids from 0 to {n_vocab - 1}, got {ids.min()} to {ids.max()}",
+                f"expected token ids from 0 to {n_vocab - 1}, got {min(values)} to {max(values)}",
                 param="tokens",
             )
         if self.n_past + len(ids) > self.n_ctx:
