@@ -29,6 +29,7 @@ class KvCache:
             self.k.append(self._ctx.new_tensor(type_, (width, n_cells), f"cache_k_l{il}"))
             self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
         self._buffer = Buffer.for_tensors(self._ctx)
+        self._buffer.prefer_huge_pages()
         # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
         lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
 
