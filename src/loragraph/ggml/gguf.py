@@ -287,7 +287,7 @@ def _parse(lib: Library, path: Path) -> Any:
     for limit in _HEADER_BYTES:
         try:
             with path.open("rb") as file:
-                head = file.read(limit)
+                head = file.read(min(limit, path.stat().st_size))
         except OSError as exc:
             raise GGUFError(f"failed to read: {exc.strerror}", path=path) from exc
         with lib.log_lines() as lines:

@@ -116,6 +116,18 @@ class Weights:
                 hint="is general.architecture right?",
             )
 
+    def check_values(self) -> None:
+        """Reads every weight: GGUFError names one with NaN, infinite or absurd block scales."""
+        for weight in self.by_name.values():
+            info = weight.info
+            data = self.files.pointer(info)
+            if not self.lib.c.ggml_validate_row_data(info.type, data, info.nbytes):
+                raise GGUFError(
+                    "expected finite values, got NaN, infinity or a damaged block",
+                    path=info.path,
+                    where=info.name,
+                )
+
     def place(self, progress: Progress | None = None) -> None:
         """Loads every weight asked for; all or nothing."""
         try:
@@ -165,7 +177,7 @@ class Weights:
         tensor = self._ctx.new_tensor(info.type, ne, name)
         repack_type = self._best_buffer_type(info) if use is Use.LINEAR else None
         weight = Weight(name, tensor, info, use, repack_type, scale)
-        if use is Use.LINEAR and repack_type is None:
+        if use is not Use.VECTOR:
             self._check_computable(weight)
         self.by_name[name] = weight
         return weight
@@ -191,6 +203,7 @@ class Weights:
                 mapped[path].place(weight.tensor, weight.info.offset)
             done += weight.info.nbytes
             progress(done, total)
+        self.files.check_sizes()
         for buffer in self._buffers:
             buffer.use_for_weights()
 
@@ -257,7 +270,13 @@ class Weights:
                 return bool(lib.c.ggml_backend_dev_supports_op(self.device, product))
 
     def _check_computable(self, weight: Weight) -> None:
-        if not self._multiplies(weight.info, None):
+        """A type without a dot product on the CPU ends the process there, in get_rows too.
+
+        The device itself says yes to Q8_K, I32 and their like, so its table is asked as well.
+        """
+        traits = self.lib.c.ggml_get_type_traits_cpu(weight.tensor.type)
+        has_product = traits.vec_dot != self.lib.ffi.NULL
+        if not has_product or not (weight.repacked or self._multiplies(weight.info, None)):
             type_name = self.lib.text(self.lib.c.ggml_type_name(weight.tensor.type))
             raise UnsupportedError(
                 f"{weight.info.path}: {weight.name}: ggml cannot multiply type {type_name} here",
