@@ -263,10 +263,22 @@ def test_missing_library(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--help is no error; without arguments the help is shown and the status is 2."""
+    for args, status, word in ((["run", "--help"], 0, "--lora-scaled"), ([], 2, "inspect")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(args)
+        out, err = capsys.readouterr()
+        assert (ended.value.code, err) == (status, "")
+        assert word in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """--version prints the installed version, and needs no command."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 1.2.3")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "--help"])
+        cli.main(["--version"])
+
     assert ended.value.code == 0
-    assert "--lora-scaled" in capsys.readouterr().out
+    assert capsys.readouterr().out == "loragraph 1.2.3\n"
 
 
 def process(*words: str, **more: Any) -> subprocess.Popen[bytes]:
