@@ -318,16 +318,6 @@ class Context:
                 f"expected a flat sequence of token ids, got {ids.ndim} dimensions of {ids.dtype}",
                 param="tokens",
             )
-<<<<<<< HEAD
-        n_vocab = self.model.hparams.n_vocab
-        values = ids.tolist()  # for the one token of a decode cheaper than two reductions
-        if min(values) < 0 or max(values) >= n_vocab:
-            raise InvalidRequestError(
-                f"expected token ids from 0 to {n_vocab - 1}, got {min(values)} to {max(values)}",
-                param="tokens",
-            )
-=======
->>>>>>> main
         if self.n_past + len(ids) > self.n_ctx:
             raise ContextLengthError(
                 f"expected at most {self.n_ctx - self.n_past} more tokens in a context of "
