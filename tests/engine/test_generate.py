@@ -326,10 +326,8 @@ def test_two_threads_on_one_stream(ctx: Context) -> None:
     assert "two threads at once" in str(errors[0])
 
 
-NO_PROMPTS: list[Any] = [
-    *(None, 5, b"text", {"role": "user"}, [[1, 2]], [[1], [2, 3]], [True]),
-    *([5, wrong] for wrong in ({}, None, "a", 2**70)),
-]
+NO_PROMPTS: list[Any] = [None, 5, b"text", {"role": "user"}, [[1, 2]], [[1], [2, 3]], [True]]
+NO_PROMPTS += [[5, {}], [5, None], [5, "a"], [5, 2**70]]
 
 
 @pytest.mark.parametrize(
