@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class Counters:
     compute_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KeptGraph:
     """A built graph; its tensors have addresses in the shared compute buffer."""
 
@@ -67,6 +67,7 @@ class KeptGraph:
     logits: Tensor  # F32 [n_vocab, n_outputs]
     lowering: GraphLowering  # keeps the custom nodes' structs alive
     n_nodes: int
+    values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
 
 
 class Runner:
@@ -97,12 +98,12 @@ class Runner:
         self._graphs: OrderedDict[ShapeKey, KeptGraph] = OrderedDict()
         own = {name: InputSpec(I32, n_batch) for name in ("tokens", "positions", "out_ids")}
         specs = own | dict(attention.specs(n_batch, cache.n_cells))
-        with ExitStack() as made:
-            self._allocator = made.enter_context(GraphAllocator(self._lib))
+        with ExitStack() as undo:
+            self._allocator = undo.enter_context(GraphAllocator(self._lib))
             self._inputs = Inputs(self._lib, specs)
-            made.callback(self._inputs.close)
+            undo.callback(self._inputs.close)
             self._reserve(n_batch)
-            made.pop_all()
+            undo.pop_all()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """One step: logits (n_outputs, n_vocab) f32, a copy."""
@@ -112,8 +113,7 @@ class Runner:
         self._backend.compute(graph.graph)
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
-        n_vocab, n_outputs = graph.logits.ne[:2]
-        return array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab).copy()
+        return graph.values.copy()
 
     def clear_cells(self, first: int) -> None:
         """Zeroes the cells from `first` on."""
@@ -151,20 +151,26 @@ class Runner:
             self.counters.n_graphs_reused += 1
             return graph
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
-        try:
-            if self._allocator.allocate(graph.graph):
-                self.drop_graphs()  # the buffer moved: their addresses are dead
-            graph.lowering.bind()
-        except BaseException:
-            graph.ctx.close()
-            self.drop_graphs()  # a failed allocation has freed the buffer
-            raise
+        self._place(graph)
+        n_vocab, n_outputs = graph.logits.ne[:2]
+        graph.values = array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab)
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._drop_oldest()
         self.counters.n_graphs_built += 1
         self.counters.compute_bytes = self._allocator.nbytes
         return graph
+
+    def _place(self, graph: KeptGraph) -> None:
+        """Gives a new graph its memory; all others are dropped where the buffer moved for it."""
+        try:
+            if self._allocator.allocate(graph.graph):
+                self.drop_graphs()  # their addresses are dead
+            graph.lowering.bind()
+        except BaseException:
+            self.drop_graphs()
+            graph.ctx.close()
+            raise
 
     def _build(self, batch: Batch, n_tokens: int, n_outputs: int, n_kv: int) -> KeptGraph:
         base_nodes = max(_MIN_NODES, _NODES_PER_TENSOR * self._n_tensors)
@@ -204,10 +210,8 @@ class Runner:
         indices = np.arange(n_batch, dtype=np.int32)
         widest = Batch.of_one(indices, 0, EMPTY_MIX, indices)
         graph = self._build(widest, n_batch, n_batch, self._cache.n_cells)
-        try:
+        with graph.ctx:
             self._allocator.reserve(graph.graph)
-        finally:
-            graph.ctx.close()
 
     def _drop_oldest(self) -> None:
         _, graph = self._graphs.popitem(last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,8 @@ from loragraph.ggml.lib import GGML_STATUS, Library
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
 """Numbers of the ggml types that the code names (ggml.h, enum ggml_type)."""
 
+_N_TYPES = 43  # GGML_TYPE_COUNT: ggml looks numbers up in a table without a check
+_MAX_BYTES = 1 << 48
 _USAGE_WEIGHTS = 1
 _FFI = FFI()  # casts pointers of any instance to numbers
 _NUMPY = {F32: np.float32, F16: np.float16, I32: np.int32, I64: np.int64}
@@ -97,10 +100,15 @@ class TensorContext(Handle):
         """A tensor without data, of `type_` and up to four sizes `ne`."""
         if not 1 <= len(ne) <= 4 or min(ne) < 1:
             raise BackendError(f"tensor '{name}': expected one to four sizes >= 1, got {list(ne)}")
-        if ne[0] % self.lib.c.ggml_blck_size(type_):
+        block = int(self.lib.c.ggml_blck_size(type_)) if 0 <= type_ < _N_TYPES else 0
+        if block == 0:
+            raise BackendError(f"tensor '{name}': ggml has no type {type_}")
+        if ne[0] % block:
             raise BackendError(
                 f"tensor '{name}': {ne[0]} is no multiple of the block size of type {type_}"
             )
+        if math.prod(ne) // block * int(self.lib.c.ggml_type_size(type_)) > _MAX_BYTES:
+            raise BackendError(f"tensor '{name}': {list(ne)} is more than any memory holds")
         ptr = self.lib.c.ggml_new_tensor(self.claim(), type_, len(ne), list(ne))
         if name:
             self.lib.c.ggml_set_name(ptr, name.encode()[:63])
@@ -156,7 +164,9 @@ class Buffer(Handle):
     def place(self, tensor: Tensor, offset: int) -> None:
         """Gives `tensor` the memory at `offset`; 32-byte aligned, inside the buffer."""
         nbytes = int(self.lib.c.ggml_nbytes(tensor.ptr))
-        if offset % 32 or offset + nbytes > self.nbytes:
+        if tensor.ptr.data != self.lib.ffi.NULL:
+            raise BackendError(f"{tensor!r} has its memory already")
+        if offset < 0 or offset % 32 or offset + nbytes > self.nbytes:
             raise BackendError(f"{tensor!r} does not fit at offset {offset} of {self.nbytes} bytes")
         address = self.lib.ffi.cast("void *", self.base + offset)
         check_status(
@@ -259,7 +269,7 @@ def check_status(status: int, what: str) -> None:
 def array_view(lib: Library, tensor: Tensor, n: int | None = None) -> NDArray[Any]:
     """The first `n` values (all by default) of a contiguous host tensor, (n,), without a copy."""
     dtype = np.dtype(_NUMPY[tensor.type])
-    count = n if n is not None else int(np.prod(tensor.ne))
+    count = n if n is not None else math.prod(tensor.ne)
     if tensor.ptr.data == lib.ffi.NULL:
         raise BackendError(f"{tensor!r} has no memory")
     return np.frombuffer(lib.ffi.buffer(tensor.ptr.data, count * dtype.itemsize), dtype)
