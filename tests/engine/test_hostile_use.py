@@ -14,7 +14,13 @@ import pytest
 
 from loragraph import Adapter, Context, LoragraphError, Model
 from loragraph.adapters.gguf import read_adapter
-from loragraph.errors import CapacityError, ConfigError, InvalidRequestError, LifecycleError
+from loragraph.errors import (
+    CapacityError,
+    ConfigError,
+    GGUFError,
+    InvalidRequestError,
+    LifecycleError,
+)
 from tests.tiny import TinyAdapter, TinyLlama
 
 TINY = TinyLlama(n_layer=1)
@@ -312,3 +318,37 @@ def test_values_that_overflowed_do_not_stay(model: Model, adapter: Adapter, atte
         assert np.array_equal(ctx.decode([3]), expected)
         ctx.clear()
         assert np.array_equal(ctx.decode([1, 2]), first)
+
+
+def test_model_closed_while_another_thread_tokenises(model: Model) -> None:
+    """The close is refused as long as libllama reads the vocabulary."""
+    text, inside = "hello world " * 100_000, threading.Event()
+
+    def tokenise() -> None:
+        inside.set()
+        model.vocab.tokenize(text)
+
+    thread = threading.Thread(target=tokenise)
+    thread.start()
+    assert inside.wait(20)
+    time.sleep(0.02)
+    assert thread.is_alive()
+    with pytest.raises(LifecycleError, match="another thread"):
+        model.close()
+    assert not model.closed
+    thread.join(20)
+    model.close()
+
+
+@pytest.mark.parametrize("path", ["", ".", "no/such/file", "a\0b", "/dev/null", "x" * 5000])
+def test_wrong_paths(path: str) -> None:
+    """What is no readable file is a GGUFError."""
+    with pytest.raises(GGUFError):
+        Model.load(path)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"base.gguf", ["base.gguf"]])
+def test_paths_of_wrong_types(path: Any) -> None:
+    """Path's own type error."""
+    with pytest.raises(TypeError):
+        Model.load(path)

@@ -255,11 +255,11 @@ class Model:
                 )
             if self._closed:
                 return
+            self.vocab.close()  # raises while another thread is in one of its calls
             self._closed = True
             adapters = tuple(self._adapters)
         for adapter in adapters:
             adapter.close()
-        self.vocab.close()
         self.weights.close()
         self._backend.close()
 
