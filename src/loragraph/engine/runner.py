@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class Counters:
     compute_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KeptGraph:
     """A built graph; its tensors have addresses in the shared compute buffer."""
 
@@ -67,6 +67,7 @@ class KeptGraph:
     logits: Tensor  # F32 [n_vocab, n_outputs]
     lowering: GraphLowering  # keeps the custom nodes' structs alive
     n_nodes: int
+    values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
 
 
 class Runner:
@@ -82,7 +83,10 @@ class Runner:
         backend: CpuBackend,
         n_batch: int,
     ) -> None:
-        """Takes cache, lowering and backend over. `n_tensors` of the base sets the node budget."""
+        """Takes cache, lowering and backend over, unless it raises.
+
+        `n_tensors` of the base sets the node budget.
+        """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
@@ -109,8 +113,11 @@ class Runner:
         self._backend.compute(graph.graph)
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
-        n_vocab, n_outputs = graph.logits.ne[:2]
-        return array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab).copy()
+        return graph.values.copy()
+
+    def clear_cells(self, first: int) -> None:
+        """Zeroes the cells from `first` on."""
+        self._cache.clear_from(first)
 
     def drop_graphs(self) -> None:
         """Drops every kept graph."""
@@ -145,6 +152,8 @@ class Runner:
             return graph
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
         self._place(graph)
+        n_vocab, n_outputs = graph.logits.ne[:2]
+        graph.values = array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab)
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._drop_oldest()

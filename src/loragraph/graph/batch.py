@@ -47,4 +47,6 @@ class Batch:
     @property
     def adapted(self) -> bool:
         """Whether some token carries an adapter."""
-        return any(self.mixes[i] for i in np.unique(self.mix))
+        if len(self.mixes) == 1:
+            return bool(self.mixes[0]) and self.n_tokens > 0
+        return any(self.mixes[i] for i in set(self.mix.tolist()))

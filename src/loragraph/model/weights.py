@@ -13,7 +13,7 @@ from typing import Any
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
-from loragraph.ggml.handles import F32, STORAGE_ONLY, Buffer, Tensor, TensorContext
+from loragraph.ggml.handles import F32, Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.files import ModelFiles
 
@@ -114,6 +114,18 @@ class Weights:
                 hint="is general.architecture right?",
             )
 
+    def check_values(self) -> None:
+        """Reads every weight: GGUFError names one with NaN, infinite or absurd block scales."""
+        for weight in self.by_name.values():
+            info = weight.info
+            data = self.files.pointer(info)
+            if not self.lib.c.ggml_validate_row_data(info.type, data, info.nbytes):
+                raise GGUFError(
+                    "expected finite values, got NaN, infinity or a damaged block",
+                    path=info.path,
+                    where=info.name,
+                )
+
     def place(self, progress: Progress | None = None) -> None:
         """Loads every weight asked for; all or nothing."""
         try:
@@ -158,14 +170,12 @@ class Weights:
             raise GGUFError(
                 f"expected sizes {list(ne)}, got {list(info.ne)}", path=info.path, where=source
             )
-        if info.type in STORAGE_ONLY and use is not Use.VECTOR:
-            raise self._not_computable(name, info)
         if self._ctx is None:
             self._ctx = TensorContext(self.lib, 4 * len(self.files.tensors) + 16)
         tensor = self._ctx.new_tensor(info.type, ne, name)
         repack_type = self._best_buffer_type(info) if use is Use.LINEAR else None
         weight = Weight(name, tensor, info, use, repack_type, scale)
-        if use is Use.LINEAR and repack_type is None:
+        if use is not Use.VECTOR:
             self._check_computable(weight)
         self.by_name[name] = weight
         return weight
@@ -194,6 +204,7 @@ class Weights:
                 self._copy(weight)
             done += weight.info.nbytes
             progress(done, total)
+        self.files.check_sizes()
         for buffer in self._buffers:
             buffer.use_for_weights()
 
@@ -242,15 +253,18 @@ class Weights:
                 return bool(lib.c.ggml_backend_dev_supports_op(self.device, product))
 
     def _check_computable(self, weight: Weight) -> None:
-        if not self._multiplies(weight.info, None):
-            raise self._not_computable(weight.name, weight.info)
+        """A type without a dot product on the CPU ends the process there, in get_rows too.
 
-    def _not_computable(self, name: str, info: TensorInfo) -> UnsupportedError:
-        type_name = self.lib.text(self.lib.c.ggml_type_name(info.type))
-        return UnsupportedError(
-            f"{info.path}: {name}: ggml cannot multiply type {type_name} here",
-            what=f"type {type_name}",
-        )
+        The device itself says yes to Q8_K, I32 and their like, so its table is asked as well.
+        """
+        traits = self.lib.c.ggml_get_type_traits_cpu(weight.tensor.type)
+        has_product = traits.vec_dot != self.lib.ffi.NULL
+        if not has_product or not (weight.repacked or self._multiplies(weight.info, None)):
+            type_name = self.lib.text(self.lib.c.ggml_type_name(weight.tensor.type))
+            raise UnsupportedError(
+                f"{weight.info.path}: {weight.name}: ggml cannot multiply type {type_name} here",
+                what=f"type {type_name}",
+            )
 
 
 def extra_buffer_types(lib: Library, device: Any) -> list[Any]:

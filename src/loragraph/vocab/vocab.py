@@ -240,8 +240,10 @@ class Vocab(Handle):
 
 
 def _utf8(text: str | bytes) -> bytes:
+    if not isinstance(text, str | bytes):  # bytes(5) would be five zeros
+        raise TypeError(f"expected text, got {type(text).__name__}")
     try:
-        data = text.encode() if isinstance(text, str) else bytes(text)
+        data = text.encode() if isinstance(text, str) else text
         if isinstance(text, bytes):
             data.decode()
     except (UnicodeEncodeError, UnicodeDecodeError) as exc:
