@@ -192,7 +192,7 @@ class CpuBackend(Handle):
         Does what ggml_backend_graph_compute does, with work memory of our own: the backend ends
         the process where it cannot allocate it.
         """
-        lib = self.lib
+        lib, _ = self.lib, self.ptr  # raises after close
         plan = lib.c.ggml_graph_plan(graph, self.n_threads, lib.ffi.NULL)
         if plan.work_size > len(self._work):
             self._work = _aligned_bytes(plan.work_size)
