@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sides import Round, Settings, Side, SideName, CLOCKS, open_side, prepare
+from benchmarks.sides import CLOCKS, Round, Settings, Side, SideName, open_side, prepare
 
 PREFILL, DECODE = 512, 64
 

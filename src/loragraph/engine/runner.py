@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ _MIN_NODES = 1024
 _NODES_PER_TENSOR = 8  # llama.cpp's budget of nodes for a base graph
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeKey:
+class ShapeKey(NamedTuple):
     """What decides a graph's structure; all else is input data."""
 
     n_tokens: int
@@ -107,7 +106,7 @@ class Runner:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """One step: logits (n_outputs, n_vocab) f32, a copy."""
-        n_kv = n_kv_for(int(batch.cells.max()) + 1, self._cache.n_cells)
+        n_kv = n_kv_for(max(batch.cells.tolist()) + 1, self._cache.n_cells)
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
         self._backend.compute(graph.graph)

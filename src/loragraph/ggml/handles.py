@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from loragraph.errors import BackendError, LifecycleError
 from loragraph.ggml.lib import GGML_STATUS, Library
+from loragraph.ggml.pages import prefer_huge_pages
 
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
 """Numbers of the ggml types that the code names (ggml.h, enum ggml_type)."""
@@ -156,6 +157,10 @@ class Buffer(Handle):
     def nbytes(self) -> int:
         """Size in bytes."""
         return int(self.lib.c.ggml_backend_buffer_get_size(self.ptr))
+
+    def prefer_huge_pages(self) -> None:
+        """For a large buffer that is filled whole, before anything is written to it."""
+        prefer_huge_pages(self.base, self.nbytes)
 
     def use_for_weights(self) -> None:
         """Marks the content as weights."""

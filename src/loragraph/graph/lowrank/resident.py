@@ -56,10 +56,12 @@ class Resident:
         }
         self.slots: dict[Adapter, int] = {}
         self.floats_per_entry = 0
+        self.n_changes = 0  # of slots: what was written by slot before is stale after
 
     def hold(self, adapters: Iterable[Adapter]) -> None:
         """Makes exactly these adapters resident; the rest leave their slots. All or nothing."""
         wanted = set(adapters)
+        self.n_changes += 1
         if len(wanted) > self.n_slots:
             raise CapacityError(
                 f"expected at most {self.n_slots} adapters at once, got {len(wanted)}"
