@@ -6,6 +6,7 @@ and filling a fresh buffer is mostly page faults.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -24,7 +25,12 @@ def prefer_huge_pages(address: int, nbytes: int) -> bool:
     length = (address + nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if length <= 0 or not sys.platform.startswith("linux"):
         return False
+    ffi, libc = _libc()
+    return bool(libc.madvise(ffi.cast("void *", start), length, _MADV_HUGEPAGE) == 0)
+
+
+@functools.cache
+def _libc() -> tuple[Any, Any]:
     ffi: Any = FFI()
     ffi.cdef("int madvise(void *address, size_t length, int advice);")
-    libc = ffi.dlopen(None)
-    return bool(libc.madvise(ffi.cast("void *", start), length, _MADV_HUGEPAGE) == 0)
+    return ffi, ffi.dlopen(None)
