@@ -212,9 +212,9 @@ BASE = ("run", "base.gguf", "-t", "1", "-c", "64")
         (("base.gguf", "-f", "missing.txt"), "-f: missing.txt: No such file"),
         (("base.gguf", "-f", "latin1.txt"), "latin1.txt: expected UTF-8, got byte 0xe9 at 3"),
         (("base.gguf", "-p", "x" * 500, "-c", "64"), "more tokens in a context of 64"),
-        (("base.gguf", "-p", "x", "-c", "-5"), "n_ctx: expected 1 to"),
-        (("base.gguf", "-p", "x", "-t", "0"), "n_threads: expected 1 to"),
-        (("base.gguf", "-p", "x", "-b", "0"), "n_batch: expected 1 to"),
+        (("base.gguf", "-p", "x", "-c", "-5"), "n_ctx: expected an integer from 1 to"),
+        (("base.gguf", "-p", "x", "-t", "0"), "n_threads: expected an integer from 1 to"),
+        (("base.gguf", "-p", "x", "-b", "0"), "n_batch: expected an integer from 1 to"),
         (("base.gguf", "-p", "x", "--temp", "nan"), "temperature: expected"),
         (("base.gguf", "-p", "x", "--seed", "-7"), "seed: expected"),
         (("base.gguf", "-p", "x", "--stop", ""), "stop: expected"),
@@ -263,10 +263,22 @@ def test_missing_library(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--help is no error; without arguments the help is shown and the status is 2."""
+    for args, status, word in ((["run", "--help"], 0, "--lora-scaled"), ([], 2, "inspect")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(args)
+        out, err = capsys.readouterr()
+        assert (ended.value.code, err) == (status, "")
+        assert word in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """--version prints the installed version, and needs no command."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 1.2.3")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "--help"])
+        cli.main(["--version"])
+
     assert ended.value.code == 0
-    assert "--lora-scaled" in capsys.readouterr().out
+    assert capsys.readouterr().out == "loragraph 1.2.3\n"
 
 
 def process(*words: str, **more: Any) -> subprocess.Popen[bytes]:

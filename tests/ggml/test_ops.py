@@ -27,7 +27,7 @@ from loragraph.ggml.lib import Library, load_library
 from loragraph.ggml.ops import Ops, Rope
 
 ROPE = Rope(n_rot=8, mode=0, n_ctx_orig=64, freq_base=10000.0, freq_scale=1.0)
-Q4_0, Q4_K = 2, 12
+Q4_0, Q8_1, Q4_K, Q8_K = 2, 9, 12, 15
 
 
 class Maker:
@@ -73,6 +73,8 @@ WRONG: dict[str, Wrong] = {
     "get_rows: too few tables": lambda t: t.ops.get_rows(t.f32(8, 5), t(I32, 3, 2)),
     "get_rows: four axes of ids": lambda t: t.ops.get_rows(t.f32(8, 5, 1, 1), t(I32, 3, 1, 1, 2)),
     "get_rows: turned table": lambda t: t.ops.get_rows(t.turned(8, 5), t(I32, 3)),
+    "get_rows: Q8_K": lambda t: t.ops.get_rows(t(Q8_K, 256, 5), t(I32, 3)),
+    "mul_mat: Q8_1": lambda t: t.ops.mul_mat(t(Q8_1, 32, 5), t.f32(32, 3)),
     "set_rows: unlike widths": lambda t: t.ops.set_rows(t.f32(8, 5), t.f32(7, 3), t(I64, 3)),
     "set_rows: unlike counts": lambda t: t.ops.set_rows(t.f32(8, 5), t.f32(8, 3), t(I64, 4)),
     "set_rows: ids of floats": lambda t: t.ops.set_rows(t.f32(8, 5), t.f32(8, 3), t.f32(3)),

@@ -169,6 +169,7 @@ class Context:
         """Appends a token without computing it: the next decode does, with what it is given.
 
         So the last token of a generation is part of the sequence, but costs no step of its own.
+        It carries the adapters that are set when it is computed.
         """
         with self._use():
             self._held += self._checked_tokens([token]).tolist()
@@ -184,6 +185,7 @@ class Context:
         """Appends `prompt` to the sequence and generates: an iterator of events, one a token.
 
         `prompt` is a text, token ids or chat messages; with `chat` a text is one user message.
+        A chat is rendered as a whole, so its next turn wants clear() and all messages again.
         `fields` are those of SamplingParams, and replace those of `params`. Ends with "stop" at
         an end-of-generation token or a stop string, with "length" after max_tokens or where the
         context is full. Raises InvalidRequestError and ContextLengthError at once, before any

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragraph.errors import BackendError
-from loragraph.ggml.handles import F16, F32, I32, I64, Tensor, TensorContext
+from loragraph.ggml.handles import F16, F32, I32, I64, STORAGE_ONLY, Tensor, TensorContext
 
 PREC_F32 = 10
 """GGML_PREC_F32: accumulate in float32."""
 
 _N_TASKS_MAX = -1
-_INTEGERS_AND_F64 = frozenset(range(24, 29))  # I8, I16, I32, I64, F64: storage only
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class Ops:
         _expect(ids.type == I32, "get_rows: ids must be I32", table, ids)
         _expect(table.ne[2] == ids.ne[1] and table.ne[3] == ids.ne[2], "get_rows", table, ids)
         _expect(ids.ne[3] == 1, "get_rows: ids have too many dimensions", table, ids)
+        _expect(table.type == I32 or _is_real(table), "get_rows: types", table)
         self._dense_rows("get_rows", table)
         return self._done(self._c.ggml_get_rows(self.ctx.claim(), table.ptr, ids.ptr))
 
@@ -274,7 +274,7 @@ def _product(ne: Sequence[int]) -> int:
 
 def _is_real(tensor: Tensor) -> bool:
     """Whether products can read it: a float or quantised type."""
-    return tensor.type not in _INTEGERS_AND_F64
+    return tensor.type not in STORAGE_ONLY
 
 
 def _expect(condition: bool, what: str, *tensors: Tensor) -> None:

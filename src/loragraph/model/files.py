@@ -26,6 +26,7 @@ class ModelFiles:
         self.path = Path(path)
         self._lib = lib
         self._maps: dict[Path, _Map] = {}
+        self._closed = False
         self.metadata = GGUFFile(lib, self.path)
         try:
             self.tensors = dict(self.metadata.tensors)
@@ -44,6 +45,7 @@ class ModelFiles:
 
     def close(self) -> None:
         """Unmaps and closes everything; no tensor may live in the maps any more."""
+        self._closed = True
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
@@ -83,6 +85,8 @@ class ModelFiles:
         self._map(info.path).release(info.offset, info.nbytes)
 
     def _map(self, path: Path) -> _Map:
+        if self._closed:
+            raise LifecycleError(f"the files of {self.path} were closed")
         if path not in self._maps:
             self._maps[path] = _Map(path)
         return self._maps[path]

@@ -14,7 +14,7 @@ from typing import Any
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
-from loragraph.ggml.handles import F32, Buffer, Tensor, TensorContext
+from loragraph.ggml.handles import F32, STORAGE_ONLY, Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.files import ModelFiles
 
@@ -172,6 +172,8 @@ class Weights:
             raise GGUFError(
                 f"expected sizes {list(ne)}, got {list(info.ne)}", path=info.path, where=source
             )
+        if info.type in STORAGE_ONLY and use is not Use.VECTOR:
+            raise self._not_computable(name, info)
         if self._ctx is None:
             self._ctx = TensorContext(self.lib, 4 * len(self.files.tensors) + 16)
         tensor = self._ctx.new_tensor(info.type, ne, name)
@@ -277,11 +279,14 @@ class Weights:
         traits = self.lib.c.ggml_get_type_traits_cpu(weight.tensor.type)
         has_product = traits.vec_dot != self.lib.ffi.NULL
         if not has_product or not (weight.repacked or self._multiplies(weight.info, None)):
-            type_name = self.lib.text(self.lib.c.ggml_type_name(weight.tensor.type))
-            raise UnsupportedError(
-                f"{weight.info.path}: {weight.name}: ggml cannot multiply type {type_name} here",
-                what=f"type {type_name}",
-            )
+            raise self._not_computable(weight.name, weight.info)
+
+    def _not_computable(self, name: str, info: TensorInfo) -> UnsupportedError:
+        type_name = self.lib.text(self.lib.c.ggml_type_name(info.type))
+        return UnsupportedError(
+            f"{info.path}: {name}: ggml cannot multiply type {type_name} here",
+            what=f"type {type_name}",
+        )
 
 
 def extra_buffer_types(lib: Library, device: Any) -> list[Any]:
