@@ -1,7 +1,7 @@
-"""Asks the system for huge pages under large buffers.
+"""Asks the system for huge pages under the weights.
 
-Every step walks all weights and cells; with pages of 4 KiB much of that is address translation,
-and filling a fresh buffer is mostly page faults.
+Every step walks all weights; with pages of 4 KiB part of that is address translation (Q4_0, 135M:
+decode of one token 6 % faster). The cells gain nothing measurable, so they do without.
 """
 
 from __future__ import annotations
