@@ -12,6 +12,7 @@ from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
 from loragraph.graph.batch import Batch
+from loragraph.graph.stretches import Stretches
 from tests.numerics.compare import nmse
 from tests.numerics.runs import MODES, Logits, open_context, random_tokens
 from tests.reference.llama import Active, ReferenceLlama
@@ -78,6 +79,7 @@ def step(
         np.asarray(which, np.int32),
         tuple(mixes),
         chosen.astype(np.int32),
+        Stretches.of_one(0, n),
     )
     return context._runner.run(batch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,7 +78,6 @@ class Context:
         self.n_ctx = integer(n_ctx, "n_ctx", 1, MAX_CTX)
         self.n_batch = min(integer(n_batch, "n_batch", 1, MAX_BATCH), self.n_ctx)
         n_threads = model.n_threads if n_threads is None else threads(n_threads)
-        self._pid = os.getpid()
         self._busy = threading.Lock()
         self._mix = EMPTY_MIX
         self._n_past = 0
@@ -256,12 +254,7 @@ class Context:
 
     @contextmanager
     def _use(self, *, forked: bool = False) -> Iterator[None]:
-        """One thread at a time, and after close nobody; in a forked process only close()."""
-        if self._pid != os.getpid() and not forked:
-            raise LifecycleError(
-                f"{self.name} was used in a forked process",
-                hint="the threads of ggml do not survive a fork: load the model there",
-            )
+        """One thread at a time, and after close nobody; `forked`: in a forked process too."""
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(
                 f"{self.name} is used by two threads at once",
@@ -270,7 +263,8 @@ class Context:
         try:
             if self._closed:
                 raise LifecycleError(f"{self.name} was used after its close")
-            self.model.check_open()
+            if not forked:
+                self.model.check_open()
             with memory_errors(self.name):
                 yield
         finally:
