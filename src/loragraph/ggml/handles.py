@@ -19,9 +19,6 @@ from loragraph.ggml.pages import prefer_huge_pages
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
 """Numbers of the ggml types that the code names (ggml.h, enum ggml_type)."""
 
-STORAGE_ONLY = frozenset((9, 15, *range(24, 29)))
-"""Q8_1, Q8_K, I8, I16, I32, I64, F64: ggml has no products with them, and crashes when asked."""
-
 _N_TYPES = 43  # GGML_TYPE_COUNT: ggml looks numbers up in a table without a check
 _MAX_BYTES = 1 << 48
 _USAGE_WEIGHTS = 1

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragraph.errors import BackendError
-from loragraph.ggml.handles import F16, F32, I32, I64, STORAGE_ONLY, Tensor, TensorContext
+from loragraph.ggml.handles import F16, F32, I32, I64, Tensor, TensorContext
 
 PREC_F32 = 10
 """GGML_PREC_F32: accumulate in float32."""
 
 _N_TASKS_MAX = -1
+_STORAGE_ONLY = frozenset((9, 15, *range(24, 29)))  # Q8_1, Q8_K, I8 to I64, F64: no products
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +275,7 @@ def _product(ne: Sequence[int]) -> int:
 
 def _is_real(tensor: Tensor) -> bool:
     """Whether products can read it: a float or quantised type."""
-    return tensor.type not in STORAGE_ONLY
+    return tensor.type not in _STORAGE_ONLY
 
 
 def _expect(condition: bool, what: str, *tensors: Tensor) -> None:
