@@ -84,7 +84,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         """A step computes something wherever there is something to compute."""
-        self.observe()
         plan = self.scheduler.schedule(self.ready)
         self.after_schedule(plan)
         tokens = self.runner.run(plan)
@@ -93,7 +92,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def step_with_aborts(self, data: st.DataObject) -> None:
         """Sequences may also go while their step runs."""
-        self.observe()
         plan = self.scheduler.schedule(self.ready)
         self.after_schedule(plan)
         tokens = self.runner.run(plan)
@@ -105,7 +103,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         """A step that fails ends what runs, and no cell of it is found again."""
-        self.observe()
         self.after_schedule(self.scheduler.schedule(self.ready))
         self.scheduler.fail()
         assert self.scheduler.blocks.n_used == 0
@@ -114,10 +111,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def ready(self, sequence: Sequence) -> bool:
         """Whether all the sequence's adapters are resident."""
         return self.unready.isdisjoint(sequence.flow)  # type: ignore[arg-type]
-
-    def observe(self) -> None:
-        """Tells the fairness model who waits."""
-        self.turns.observe({one.flow for one in self.scheduler.waiting() if self.ready(one)})
 
     def after_schedule(self, plan: StepPlan) -> None:
         """The plan keeps the budgets, goes on where each sequence was, and is not idle."""
@@ -148,6 +141,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Books balance between steps."""
         if hasattr(self, "scheduler"):
             self.check_paths(private=set())
+            # Who waits is told after every rule: a flow that was gone in between counts anew.
+            self.turns.observe(one.flow for one in self.scheduler.waiting() if self.ready(one))
 
     def check_paths(self, private: set[tuple[int, int]]) -> None:
         """Cells, references, paths and limits are what the sequences say they are."""
@@ -163,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         owned += [cell for start, n in private for cell in range(start, start + n)]
         assert len(owned) == len(set(owned))
         assert set(owned) == scheduler.blocks.used_cells()
-        users = {node: 0 for node in scheduler.tree.nodes()}
+        users = dict.fromkeys(scheduler.tree.nodes(), 0)
         for one in scheduler.running:
             assert one.node is not None
             path = list(path_of(one.node))[::-1]

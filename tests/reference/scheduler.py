@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 Choose = Callable[[int], int]
 """The next token after a content."""
@@ -32,16 +33,20 @@ class TurnModel:
     """The fairness bound, counted: while a flow waits and may run, each other flow goes once."""
 
     def __init__(self) -> None:
-        self._before: dict[Hashable, list[Hashable]] = {}
+        self._before: dict[Hashable, set[Hashable]] = {}
+        self._n_waiting: Counter[Hashable] = Counter()
 
-    def observe(self, waiting: set[Hashable]) -> None:
-        """The flows that wait and may run now; a flow that is new among them starts to count."""
-        self._before = {flow: self._before.get(flow, []) for flow in waiting}
+    def observe(self, waiting: Iterable[Hashable]) -> None:
+        """The flow of each sequence that waits and may run; a new flow starts to count."""
+        self._n_waiting = Counter(waiting)
+        self._before = {flow: self._before.get(flow, set()) for flow in self._n_waiting}
 
     def admit(self, flow: Hashable) -> None:
-        """A flow is served; asserts the bound for the others."""
-        self._before[flow] = []
-        for other, before in self._before.items():
-            if other != flow:
-                assert flow not in before, "a flow is served twice while another one waits"
-                before.append(flow)
+        """A flow is served; asserts the bound for the others that wait."""
+        self._n_waiting[flow] -= 1
+        del self._before[flow]
+        for before in self._before.values():
+            assert flow not in before, "a flow is served twice while another one waits"
+            before.add(flow)
+        if self._n_waiting[flow]:
+            self._before[flow] = set()

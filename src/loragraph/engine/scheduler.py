@@ -21,10 +21,10 @@ prefill, at most P - 1 chunks of others come before the next chunk of a flow.
 running ones may ever need, are no more than there are; it goes first in a step and may preempt
 everyone unprotected. So it never lacks a cell and is never preempted: each sequence is preempted at
 most `max_preemptions` times.
-(2) A step with running sequences computes a token, preempts or admits one. Who lacks cells evicts what
-nobody uses, preempts the newest unprotected one behind it that has no chunk in this step, or else
-is preempted itself; and the last one left alone finds cells, since no sequence is longer than all
-cells. With none running, the next ready one is admitted.
+(2) A step with running sequences computes a token, preempts or admits one. Who lacks cells evicts
+what nobody uses, preempts the newest unprotected one behind it that has no chunk in this step, or
+else is preempted itself; and the last one left alone finds cells, since no sequence is longer than
+all cells. With none running, the next ready one is admitted.
 (3) Preemptions are finite by (1), so are admissions and the tokens to compute between them: all
 sequences end.
 """
