@@ -178,7 +178,7 @@ def test_as_the_naive_twin(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 20))):
         action = data.draw(st.sampled_from(["come", "come", "go", "evict"]))
         if action == "come":
-            edges = data.draw(st.lists(edge, min_size=1, max_size=12))
+            edges: list[Edge] = list(data.draw(st.lists(edge, min_size=1, max_size=12)))
             walker = Walker(tree, blocks)
             assert tree.n_found(*parts_of(edges)) == twin.match(edges)
             n = walker.match(edges)
@@ -191,8 +191,8 @@ def test_as_the_naive_twin(data: st.DataObject) -> None:
         elif action == "evict":
             tree.evict(data.draw(st.integers(1, 40)))
             twin.keep(blocks.used_cells())
-        for walker, edges in walkers:
-            assert cells_on(walker.node) == twin.path(edges)
+        for one, path in walkers:
+            assert cells_on(one.node) == twin.path(path)
         assert set(twin.cells.values()) == blocks.used_cells()
         tree.check()
         blocks.check()

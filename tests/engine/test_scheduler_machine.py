@@ -14,19 +14,19 @@ from loragraph.errors import CapacityError, ContextLengthError
 from tests.engine.fakes import FakeRunner, next_token, sequence_of
 from tests.reference.scheduler import TurnModel, generate
 
-N_CELLS = 48
+N_CELLS = 32
 
 
 @st.composite
 def sequences(draw: st.DrawFn) -> list[Sequence]:
     """One request: 1 to 3 choices of one prompt, maybe with an invocation, salt or score."""
-    stem = list(range(draw(st.sampled_from([0, 0, 3, 9, 20]))))  # prompts often share a start
+    stem = list(range(draw(st.sampled_from([0, 0, 3, 9]))))  # prompts often share a start
     tokens = [*stem, *draw(st.lists(st.integers(0, 2), min_size=1, max_size=8))]
     segments = [(0, draw(st.sampled_from(["", "", "a", "b", "ab"])))]
     if draw(st.booleans()):
         starts = draw(st.sets(st.integers(1, len(tokens)), max_size=2))
         segments += [(start, draw(st.sampled_from(["", "a", "c"]))) for start in sorted(starts)]
-    max_tokens = draw(st.sampled_from([0, 1, 2, 5, 12, 60]))
+    max_tokens = draw(st.sampled_from([0, 1, 2, 12, 60, 60]))
     salt = draw(st.sampled_from(["", "", "", "tenant"]))
     scored = draw(st.sampled_from([None, None, None, 0, 2]))
     n = draw(st.sampled_from([1, 1, 1, 3]))
@@ -41,7 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from([1, 4, 16]),
-        max_preemptions=st.integers(0, 2),
+        max_preemptions=st.sampled_from([0, 1, 1, 2]),
         max_batch_tokens=st.sampled_from([4, 7, 32]),
     )
     def start(self, block_size: int, max_preemptions: int, max_batch_tokens: int) -> None:
@@ -81,13 +81,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """An adapter becomes ready or unready."""
         self.unready ^= {letter}
 
-    @rule()
-    def step(self) -> None:
+    @rule(n=st.integers(1, 12))
+    def steps(self, n: int) -> None:
         """A step computes something wherever there is something to compute."""
-        plan = self.scheduler.schedule(self.ready)
-        self.after_schedule(plan)
-        tokens = self.runner.run(plan)
-        self.finish_step(plan, tokens)
+        for _ in range(n):
+            plan = self.scheduler.schedule(self.ready)
+            self.after_schedule(plan)
+            tokens = self.runner.run(plan)
+            self.finish_step(plan, tokens)
+            self.check()
 
     @rule(data=st.data())
     def step_with_aborts(self, data: st.DataObject) -> None:
@@ -100,9 +102,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.finish(chunk.sequence, "abort")
         self.finish_step(plan, tokens)
 
-    @rule()
-    def fail(self) -> None:
+    @rule(data=st.data())
+    @precondition(lambda self: self.scheduler.running)
+    def fail(self, data: st.DataObject) -> None:
         """A step that fails ends what runs, and no cell of it is found again."""
+        if data.draw(st.integers(0, 7)):
+            return  # seldom: it ends everything
         self.after_schedule(self.scheduler.schedule(self.ready))
         self.scheduler.fail()
         assert self.scheduler.blocks.n_used == 0
@@ -201,4 +206,4 @@ def generate_like(one: Sequence) -> list[int]:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
