@@ -65,3 +65,9 @@ def test_batch_of_one_is_causal() -> None:
     batch = Batch.of_one(np.arange(3, dtype=np.int32), 4, EMPTY_MIX, np.array([2], np.int32))
     mask = mask_from(batch.stretches, 3, 9)
     assert (mask == (np.arange(9) <= batch.cells[:, None])).all()
+
+
+def test_a_mask_reaches_to_the_highest_cell_seen() -> None:
+    """end_cell counts the cells that rows read, not only those that they write."""
+    assert Stretches.of_views(RUNS, FIRST, VIEWS).end_cell == 22
+    assert Stretches.of_one(3, 2).end_cell == 5
