@@ -106,7 +106,7 @@ class Runner:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """One step: logits (n_outputs, n_vocab) f32, a copy."""
-        n_kv = n_kv_for(max(batch.cells.tolist()) + 1, self._cache.n_cells)
+        n_kv = n_kv_for(batch.stretches.end_cell, self._cache.n_cells)
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
         self._backend.compute(graph.graph)
