@@ -99,18 +99,16 @@ def title(scales: Mapping[str, float]) -> str:
 
 def answer(console: Console, context: Context, question: str, n_predict: int) -> None:
     """Streams one answer and what it took."""
-    context.clear()
     with context.stream(question, chat=True, temperature=0, max_tokens=n_predict) as stream:
         for event in stream:
-            console.print(event.piece, end="", markup=False, highlight=False, soft_wrap=True)
+            console.out(event.piece, end="", highlight=False)
         result = stream.result
     timings = result.timings
     ending = " ..." if result.finish_reason == "length" else ""
-    console.print(ending, markup=False)
+    console.print(ending)
     console.print(
         f"prompt {timings.prompt_per_s:.0f} tokens/s, answer {timings.decode_per_s:.0f} tokens/s\n",
         style="dim",
-        highlight=False,
     )
 
 
@@ -124,13 +122,14 @@ def show(console: Console, args: argparse.Namespace) -> None:
         names = ", ".join(f"{name} (rank {one.rank_max})" for name, one in adapters.items())
         question = Text(args.question, "bold")
         console.print(question if args.plain else Panel(question, expand=False))
-        console.print(f"base     {path.name}", style="dim", markup=False, highlight=False)
-        console.print(f"adapters {names or 'none'}\n", style="dim", markup=False, highlight=False)
+        console.print(f"base     {path.name}", style="dim")
+        console.print(f"adapters {names or 'none'}\n", style="dim")
         with Context(model) as context:
             mix = parse_mix(args.mix, adapters)
             for index, scales in enumerate(answers(adapters, mix)):
                 style = f"bold {STYLES[index % len(STYLES)]}"
-                console.print(title(scales), style=style, markup=False, highlight=False)
+                console.print(title(scales), style=style)
+                context.clear()
                 context.set_adapters({adapters[name]: scale for name, scale in scales.items()})
                 answer(console, context, args.question, args.n_predict)
 
@@ -138,7 +137,8 @@ def show(console: Console, args: argparse.Namespace) -> None:
 def main() -> None:
     """Entry point."""
     args = arguments()
-    console = Console(no_color=True, force_terminal=False) if args.plain else Console()
+    plain = {"no_color": True, "force_terminal": False} if args.plain else {}
+    console = Console(markup=False, emoji=False, highlight=False, **plain)
     try:
         show(console, args)
     except LoragraphError as error:

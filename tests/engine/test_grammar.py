@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loragraph.engine.automaton import DEAD, Automaton
 from loragraph.engine.gbnf import MAX_BYTES, parse_grammar
-from loragraph.engine.grammar import Automaton, GrammarSampler, GrammarState
+from loragraph.engine.grammar import GrammarMatcher
 from loragraph.engine.sampler import Sampler, SamplingParams
 from loragraph.errors import InvalidRequestError, UnsupportedError
-from loragraph.ggml.lib import Library
 from loragraph.vocab.vocab import Vocab
 
 JSON = r"""
@@ -26,9 +27,16 @@ ws     ::= | " " | "\n" [ \t]{0,20}
 
 
 def _accepts(grammar: str, text: str) -> bool:
-    """True where `text` is a whole sentence of the grammar, by the shadow alone."""
-    state = GrammarState(Automaton(parse_grammar(grammar)))
-    return all(state.accept(char.encode()) for char in text) and state.may_end
+    """True where `text` is a whole sentence of the grammar."""
+    automaton = Automaton(parse_grammar(grammar))
+    return automaton.may_end(_state(automaton, text))
+
+
+def _state(automaton: Automaton, text: str) -> int:
+    state = automaton.start
+    for char in text:
+        state = automaton.step(state, ord(char))
+    return state
 
 
 @pytest.mark.parametrize(
@@ -90,8 +98,6 @@ def test_sentences(grammar: str, good: list[str], bad: list[str]) -> None:
             + 'r40 ::= "a"',
             "ways to begin",
         ),
-        ('root ::= "a" root "b" | "a" root "c" | ""', "ways to read"),
-        ('root ::= "a" root "b" | "a" "a" root "c" | "d"', "ways to read"),
         ("root ::= " + '"a"? ' * 600, "ways to read"),
     ],
 )  # fmt: skip
@@ -127,33 +133,40 @@ def test_generated_text_is_a_sentence(bpe: Vocab, grammar: str, temperature: flo
                 break
             sampler.accept(token)
             text += bpe.piece(token)
-    state = GrammarState(Automaton(parse_grammar(grammar)))
-    assert state.accept(text)
+    begun = text.decode("utf-8", "ignore")  # without an unfinished character
+    assert _state(Automaton(parse_grammar(grammar)), begun) != DEAD
 
 
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_shadow_and_libllama_allow_the_same(bpe: Vocab, lib: Library, data: st.DataObject) -> None:
-    """After any allowed text, the shadow's mask over the vocabulary is libllama's."""
+def test_masks_are_those_of_libllama(bpe: Vocab, data: st.DataObject) -> None:
+    """After any allowed tokens, the same tokens may follow as libllama's grammar sampler says."""
     grammar = data.draw(
         st.sampled_from([JSON, 'root ::= ("a" | "ab" "c"?)* [é-ü]', "root ::= [^a]{2,4} .?"])
     )
-    with GrammarSampler.parse(bpe, grammar) as sampler:
-        for _ in range(data.draw(st.integers(0, 8))):
-            allowed = [token for token in range(bpe.n_tokens) if sampler.allows(token)]
-            assert allowed == _mask(bpe, lib, sampler)
-            ordinary = [token for token in allowed if not bpe.is_eog(token)]
-            if not ordinary:
-                break
-            sampler.accept(data.draw(st.sampled_from(ordinary)))
+    matcher = GrammarMatcher.parse(bpe, grammar)
+    c = bpe.lib.c
+    oracle = c.llama_sampler_init_grammar(bpe.vocab_ptr, grammar.encode(), b"root")
+    for _ in range(data.draw(st.integers(0, 8))):
+        allowed = matcher.allowed_tokens().tolist()
+        assert allowed == _mask_of_libllama(bpe, oracle)
+        assert allowed == [token for token in range(bpe.n_tokens) if matcher.allows(token)]
+        ordinary = [token for token in allowed if not bpe.is_eog(token)]
+        if not ordinary:
+            break
+        token = data.draw(st.sampled_from(ordinary))
+        matcher.accept(token)
+        c.llama_sampler_accept(oracle, token)
+    c.llama_sampler_free(oracle)
 
 
-def _mask(vocab: Vocab, lib: Library, sampler: GrammarSampler) -> list[int]:
-    data = lib.ffi.new("llama_token_data[]", [(i, 0.0, 0.0) for i in range(vocab.n_tokens)])
-    array = lib.ffi.new("llama_token_data_array *", [data, vocab.n_tokens, -1, False])
-    sampler.apply(array)
+def _mask_of_libllama(vocab: Vocab, sampler: Any) -> list[int]:
+    ffi = vocab.lib.ffi
+    data = ffi.new("llama_token_data[]", [(i, 0.0, 0.0) for i in range(vocab.n_tokens)])
+    array = ffi.new("llama_token_data_array *", [data, vocab.n_tokens, -1, False])
+    vocab.lib.c.llama_sampler_apply(sampler, array)
     return [item.id for item in data if item.logit == 0.0]
 
 
@@ -183,8 +196,42 @@ def test_clone_keeps_the_place(bpe: Vocab) -> None:
                 other.accept(c)
 
 
-def test_growth_at_run_time_is_stopped(bpe: Vocab) -> None:
-    """Readings that multiply only along an unusual text end the request, not the process."""
-    grammar = 'root ::= x{0,400}\nx ::= "a" | "b"? "b"? "b"?'
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "a" root "b" | "a" root "c" | ""',
+        'root ::= "a" root "b" | "a" "a" root "c" | "d"',
+        'root ::= "z" t | "a" root "b" | "a" root "c"\nt ::= "z" t | ""',
+    ],
+)
+def test_readings_that_multiply_end_the_request(bpe: Vocab, grammar: str) -> None:
+    """Exponential growth of the ways to read a text is an error, not the end of the process."""
+    letter = bpe.tokenize("a")[0]
+    matcher = GrammarMatcher.parse(bpe, grammar)
     with pytest.raises(InvalidRequestError, match="ways to read"):
-        Sampler(bpe, SamplingParams(grammar=grammar))
+        _accept(matcher, [letter] * 40)
+
+
+def test_ambiguity_without_growth_is_cheap(bpe: Vocab) -> None:
+    """Many ways to the same place are one: libllama takes 2^40 steps for such a token."""
+    matcher = GrammarMatcher.parse(bpe, 'root ::= ("a"?){40}')
+    letter = bpe.tokenize("a")[0]
+    for _ in range(40):
+        matcher.accept(letter)
+    assert matcher.may_end
+    assert not matcher.allows(letter)
+
+
+def test_work_is_bounded(bpe: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar with ever new states runs out of what it may cost."""
+    monkeypatch.setattr("loragraph.engine.automaton.MAX_VISITS", 300)
+    matcher = GrammarMatcher.parse(bpe, 'root ::= "(" root ")" | "x"')
+    monkeypatch.setattr("loragraph.engine.grammar.VISITS_PER_TOKEN", 0)
+    parenthesis = bpe.tokenize("(")[0]
+    with pytest.raises(InvalidRequestError, match="ways to read"):
+        _accept(matcher, [parenthesis] * 300)
+
+
+def _accept(matcher: GrammarMatcher, tokens: list[int]) -> None:
+    for token in tokens:
+        matcher.accept(token)

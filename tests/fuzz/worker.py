@@ -1,4 +1,4 @@
-"""Reads files named on stdin with all that reads adapters, in a process of its own.
+"""Reads files named on stdin, in a process of its own; this one with all that reads adapters.
 
 Answers one line a file: "ok …" or "BUG …". A crash, a hang or an allocation beyond the limit shows
 as a missing answer, so it cannot pass unnoticed.
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,9 @@ HANG_S = 30
 class Worker:
     """The other end: a child process that is restarted after it died."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.fuzz.worker") -> None:
+        """`module` is what the child runs: its main calls `serve`."""
+        self._module = module
         self._child = self._start()
 
     def __enter__(self) -> Self:
@@ -58,7 +61,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.worker"],
+            [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -66,22 +69,33 @@ class Worker:
         )
 
 
+def serve(check: Callable[[Path], str]) -> None:
+    """The child's loop: the answer of `check` about each file named on stdin, until that ends."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    if sys.platform == "linux":
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
+    for line in sys.stdin:
+        signal.alarm(HANG_S)  # its default action ends the process, inside C code too
+        try:
+            answer = check(Path(line.removesuffix("\n")))
+        except Exception:  # noqa: BLE001 - whatever comes is the finding
+            answer = "BUG: " + " | ".join(traceback.format_exc().splitlines()[-6:])
+        sys.stdout.write(" ".join(answer.split()) + "\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
-    """The child: checks what is named until stdin ends."""
+    """The child that reads adapters."""
     from loragraph.adapters.gguf import check_adapter, read_adapter
     from loragraph.errors import LoragraphError
     from loragraph.ggml.lib import load_library
     from loragraph.tools.inspect import inspect_file
     from tests.adapters.raw_gguf import base
 
-    logging.getLogger().addHandler(logging.NullHandler())
     lib, bases = load_library(), (base(), base(tied=True))
-    if sys.platform == "linux":
-        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
-    for line in sys.stdin:
-        signal.alarm(HANG_S)  # its default action ends the process, inside C code too
-        path = Path(line.removesuffix("\n"))
+
+    def check(path: Path) -> str:
         answer = "ok loaded"
         try:
             problems = [check_adapter(lib, path, each) for each in (*bases, None)]
@@ -98,10 +112,9 @@ def main() -> None:
             inspect_file(lib, path)
         except LoragraphError:
             pass
-        except Exception:  # noqa: BLE001 - whatever comes is the finding
-            answer = "BUG: " + " | ".join(traceback.format_exc().splitlines()[-6:])
-        sys.stdout.write(" ".join(answer.split()) + "\n")
-        sys.stdout.flush()
+        return answer
+
+    serve(check)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tests.numerics.runs import (
     loragraph_logits,
     random_tokens,
 )
-from tests.reference.llama import Active, ReferenceLlama
+from tests.reference.llama import Float, ReferenceLlama
 from tests.tiny import TinyAdapter, TinyLlama
 
 ADAPTER_TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -69,7 +69,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._references: dict[tuple[str, str], dict[Scales, object]] = {}
+        self._references: dict[tuple[str, str], dict[Scales, Float]] = {}
 
     def model(self, base: str) -> TinyLlama:
         """K-quants need rows of 256."""
@@ -91,14 +91,15 @@ class Files:
                 adapter.write(path, self.model(base))
         return paths
 
-    def reference(self, base: str, type: str) -> dict[Scales, object]:
+    def reference(self, base: str, type: str) -> dict[Scales, Float]:
         """Logits in float64 for each case."""
         key = (base, type)
         if key not in self._references:
             reference = ReferenceLlama.load(self.base(base))
             arrays = [one.arrays(self.model(base)) for one in self._adapters(type)]
             self._references[key] = {
-                scales: reference.logits(TOKENS, _active(arrays, scales)) for scales in CASES
+                scales: reference.logits(TOKENS, list(zip(arrays, scales, strict=True)))
+                for scales in CASES
             }
         return self._references[key]
 
@@ -118,10 +119,6 @@ class Files:
                 seed=5,
             ),
         )
-
-
-def _active(arrays: list[object], scales: Scales) -> list[Active]:
-    return [(one, scale) for one, scale in zip(arrays, scales, strict=True)]  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")

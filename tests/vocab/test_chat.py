@@ -50,6 +50,15 @@ def test_template_of_a_real_model(smollm: Vocab) -> None:
         ("{{ '%s-%d' % ('a', 2) }}{{ missing }}{{ 'a' * 3 }}{{ 2 ** 5 }}", "a-2aaa32"),
         ("{{ {'a': 1}.items() | list }}{{ (1, 2)[1:] }}", "[('a', 1)](2,)"),
         ("{% set x %}a{{ 1 }}{% endset %}{{ x }}{% filter upper %}b{% endfilter %}", "a1B"),
+        ("{% macro o(t, a=[]) %}{{ t }}{% for x in a %} {{ x[0] }}={{ x[1] }}{% endfor %}"
+         "{% endmacro %}{{ o('m', [('r', 'u')] + [('n', 1)]) }}{{ o('k') }}", "m r=u n=1k"),
+        ("{% for a in 'abc' %}{% for b in 'abc'[loop.index0:] %}{{ b }}{% endfor %}|{% endfor %}",
+         "abc|bc|c|"),
+        ("{% for a in [[1, [2]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}",
+         "12"),
+        ("{% for k, v in {'b': 1, 'a': 2} | dictsort %}{{ k }}{{ v }}{% endfor %}", "a2b1"),
+        ("{% for a in [] %}x{% else %}none{% endfor %}{{ 'b' if messages | length == 1 }}",
+         "noneb"),
         ("{{ extra }}", "more"),
     ],
 )  # fmt: skip

@@ -182,6 +182,25 @@ def test_token_ids_are_checked(smollm: Vocab) -> None:
                 call(token)
 
 
+def test_texts_of_more_tokens_than_bytes(lib: Library, write: Write) -> None:
+    """Without a token for it, SentencePiece's space is three byte tokens; all of them come."""
+    tokens = [token.replace("▁", "space") for token in _TOKENS]
+    with Vocab.load(lib, write(_with(tokens=tokens))) as vocab:
+        ours = vocab.tokenize(" " * 50)
+        assert len(ours) == 1 + 51 * 3
+        assert b"".join(map(vocab.piece, ours[1:])).decode() == "▁" * 51
+
+
+def test_long_pieces(lib: Library, write: Write) -> None:
+    """Tokens longer than the usual buffer come out whole, alone and joined."""
+    with Vocab.load(lib, write(_with(tokens=[*_TOKENS[:-1], "x" * 1000]))) as vocab:
+        token = vocab.n_tokens - 1
+        assert vocab.piece(token) == b"x" * 1000
+        assert vocab.piece_index.pieces[token] == b"x" * 1000
+        assert vocab.detokenize([token] * 5) == "x" * 5000
+        assert vocab.detokenize([]) == ""
+
+
 def test_closed_vocabulary_raises(lib: Library, tiny_path: Path) -> None:
     """Use after close is an error; closing twice is not."""
     vocab = Vocab.load(lib, tiny_path)

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib import metadata
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +28,19 @@ app.command()(inspect)
 _ClickError: Any = typer.BadParameter.__mro__[2]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(metadata.version("loragraph"))
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Serve one GGUF base model and any number of LoRA adapters."""
 
 
@@ -59,7 +71,7 @@ def _complain(message: str) -> None:
 
 def _complain_usage(error: Any) -> None:
     command = error.ctx.command_path if error.ctx is not None else "loragraph"
-    if len(sys.argv) < 2 and not error.format_message():
+    if not error.format_message():
         return  # no arguments at all: the help has been shown
     _complain(f"{error.format_message()} (hint: {command} --help)")
 

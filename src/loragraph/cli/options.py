@@ -36,7 +36,7 @@ def _option(panel: str, *names: str, text: str, **more: Any) -> Any:
 
 _PROMPT, _ADAPTERS, _SAMPLING, _MODEL = "Prompt and output", "Adapters", "Sampling", "Model"
 
-Base = Annotated[Path, typer.Argument(help="The base model: a GGUF file.", show_default=False)]
+Base = Annotated[Path, typer.Argument(metavar="BASE", help="The base model: a GGUF file.")]
 
 # Prompt and output
 Prompt = Annotated[

@@ -91,7 +91,7 @@ def run(
         max_tokens=None if n_predict < 0 else n_predict,
         ignore_eos=ignore_eos,
     )
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
     with _loaded_model(console, base, threads, repack) as model:
         loaded = [
             _Loaded(
@@ -223,7 +223,7 @@ def _warn(console: Console, loaded: Sequence[_Loaded]) -> None:
         if one.adapter.invocation_tokens:
             warnings.append("it has invocation tokens, but applies to the whole prompt here")
         for warning in warnings:
-            console.print(f"warning: {one.path}: {warning}", markup=False)
+            console.print(f"warning: {one.path}: {warning}")
 
 
 def _show_statistics(console: Console, generation: Generation, loaded: Sequence[_Loaded]) -> None:
@@ -243,7 +243,7 @@ def _show_statistics(console: Console, generation: Generation, loaded: Sequence[
             f"rank {report.rank_max}, {report.n_targets} of {in_base} weights"
         )
     for line in lines:
-        console.print(line, style="dim", markup=False)
+        console.print(line, style="dim")
 
 
 def _effective(one: _Loaded) -> list[float]:

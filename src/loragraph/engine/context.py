@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self, Unpack
@@ -13,6 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import EMPTY_MIX, Mix
+from loragraph.engine.assembly import (
+    KV_TYPES,
+    AttentionName,
+    KvType,
+    LoweringName,
+    make_runner,
+)
 from loragraph.engine.generate import (
     Generation,
     GenerationStream,
@@ -22,31 +30,19 @@ from loragraph.engine.generate import (
     sampling_params,
 )
 from loragraph.engine.model import Model
-from loragraph.engine.runner import Counters, Runner
+from loragraph.engine.options import choice, integer, memory_errors, threads
+from loragraph.engine.runner import Counters
 from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
-    ConfigError,
     ContextLengthError,
     InvalidRequestError,
     LifecycleError,
 )
-from loragraph.ggml.handles import F16, F32, CpuBackend
-from loragraph.graph.attention.base import CELL_QUANTUM, Attention
-from loragraph.graph.attention.flash import FlashAttention
-from loragraph.graph.attention.plain import PlainAttention
 from loragraph.graph.batch import Batch
-from loragraph.graph.kv_cache import KvCache
-from loragraph.graph.lowrank.base import Lowering
 from loragraph.graph.lowrank.branch import BranchLowering
-from loragraph.graph.lowrank.resident import Resident
-from loragraph.graph.lowrank.routed import RoutedLowering
-
-LoweringName = Literal["routed", "branch"]
-AttentionName = Literal["flash", "plain"]
-KvType = Literal["f16", "f32"]
 
 MAX_CTX = 1 << 24
-_KV_TYPES: Mapping[str, int] = {"f16": F16, "f32": F32}
+MAX_BATCH = 1 << 16
 
 
 class Context:
@@ -69,21 +65,32 @@ class Context:
         n_batch: int = 512,
         n_threads: int | None = None,
     ) -> None:
-        """`n_batch` is the most tokens that one step computes; a longer input takes several."""
-        _check_options(n_ctx, lowering, kv_type, attention, n_batch)
+        """`n_batch` is the most tokens that one step computes; a longer input takes several.
+
+        ConfigError for a wrong argument, CapacityError or BackendError where memory is too small.
+        """
+        if not isinstance(model, Model):
+            raise TypeError(f"expected a Model, got {type(model).__name__}")
+        choice(lowering, "lowering", ("routed", "branch"))
+        choice(kv_type, "kv_type", tuple(KV_TYPES))
+        choice(attention, "attention", ("flash", "plain"))
         self.model = model
-        self.n_ctx = n_ctx
-        self.n_batch = min(n_batch, n_ctx)
+        self.n_ctx = integer(n_ctx, "n_ctx", 1, MAX_CTX)
+        self.n_batch = min(integer(n_batch, "n_batch", 1, MAX_BATCH), self.n_ctx)
+        n_threads = model.n_threads if n_threads is None else threads(n_threads)
+        self._pid = os.getpid()
         self._busy = threading.Lock()
         self._mix = EMPTY_MIX
         self._n_past = 0
         self._held: list[int] = []  # in the sequence, but not computed yet
         self._closed = False
+        self._spoiled = False  # some cell may hold values that are not finite
         self.name = model.enter_context()
         try:
-            self._lowering, self._runner = _make_runner(
-                model, n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
-            )
+            with memory_errors(self.name):
+                self._lowering, self._runner = make_runner(
+                    model, self.n_ctx, self.n_batch, lowering, kv_type, attention, n_threads
+                )
         except BaseException:
             model.leave_context(self.name)
             raise
@@ -119,6 +126,8 @@ class Context:
         Zero scales are dropped; the same set again changes nothing. InvalidRequestError for a
         scale that is not finite, LifecycleError for an adapter that is closed or another model's.
         """
+        if not isinstance(scales, Mapping):
+            raise TypeError(f"expected a mapping of adapters to scales, got {scales!r:.80}")
         with self._use():
             for adapter in scales:
                 self._check_adapter(adapter)
@@ -141,7 +150,12 @@ class Context:
         them was appended. Without tokens, "last" gives the logits of a token that is held.
         """
         with self._use():
+            if outputs not in ("all", "last"):
+                raise InvalidRequestError(
+                    f"expected outputs 'all' or 'last', got {outputs!r}", param="outputs"
+                )
             ids = self._checked_tokens(tokens)
+            self.model.check_files()
             if len(ids) == 0 and not (self._held and outputs == "last"):
                 return np.empty((0, self.model.hparams.n_vocab), np.float32)
             held = self._held
@@ -154,6 +168,7 @@ class Context:
         """Appends a token without computing it: the next decode does, with what it is given.
 
         So the last token of a generation is part of the sequence, but costs no step of its own.
+        It carries the adapters that are set when it is computed.
         """
         with self._use():
             self._held += self._checked_tokens([token]).tolist()
@@ -169,6 +184,7 @@ class Context:
         """Appends `prompt` to the sequence and generates: an iterator of events, one a token.
 
         `prompt` is a text, token ids or chat messages; with `chat` a text is one user message.
+        A chat is rendered as a whole, so its next turn wants clear() and all messages again.
         `fields` are those of SamplingParams, and replace those of `params`. Ends with "stop" at
         an end-of-generation token or a stop string, with "length" after max_tokens or where the
         context is full. Raises InvalidRequestError and ContextLengthError at once, before any
@@ -201,23 +217,27 @@ class Context:
     def clear(self) -> None:
         """Forgets the sequence; adapters stay set."""
         with self._use():
-            self._n_past, self._held = 0, []
+            self._forget_from(0)
+            self._held = []
 
     def truncate(self, n_tokens: int) -> None:
-        """Keeps the first `n_tokens` tokens of the sequence and forgets the rest."""
+        """Keeps the first `n_tokens` tokens of the sequence and forgets the rest.
+
+        ConfigError where there are not so many.
+        """
         with self._use():
-            if not 0 <= n_tokens <= self.n_past:
-                raise InvalidRequestError(
-                    f"expected 0 to {self.n_past} tokens to keep, got {n_tokens}"
-                )
+            n_tokens = integer(n_tokens, "n_tokens", 0, self.n_past)
             self._held = self._held[: max(0, n_tokens - self._n_past)]
-            self._n_past = min(n_tokens, self._n_past)
+            self._forget_from(min(n_tokens, self._n_past))
 
     def close(self) -> None:
-        """Detaches the adapters and frees the memory; a second call does nothing."""
+        """Detaches the adapters and frees the memory; a second call does nothing.
+
+        LifecycleError while another thread uses it; then it stays open.
+        """
         if self._closed:
             return
-        with self._use():
+        with self._use(forked=True):
             self._closed = True
             for adapter in self._mix.adapters:
                 adapter.detach(self.name)
@@ -234,8 +254,13 @@ class Context:
         self.close()
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
-        """One thread at a time; also after close nobody gets in."""
+    def _use(self, *, forked: bool = False) -> Iterator[None]:
+        """One thread at a time, and after close nobody; in a forked process only close()."""
+        if self._pid != os.getpid() and not forked:
+            raise LifecycleError(
+                f"{self.name} was used in a forked process",
+                hint="the threads of ggml do not survive a fork: load the model there",
+            )
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(
                 f"{self.name} is used by two threads at once",
@@ -245,11 +270,14 @@ class Context:
             if self._closed:
                 raise LifecycleError(f"{self.name} was used after its close")
             self.model.check_open()
-            yield
+            with memory_errors(self.name):
+                yield
         finally:
             self._busy.release()
 
     def _check_adapter(self, adapter: Adapter) -> None:
+        if not isinstance(adapter, Adapter):
+            raise TypeError(f"expected an Adapter as key, got {adapter!r:.80}")
         if adapter.closed:
             raise LifecycleError(f"{adapter!r} was used after its close")
         if adapter not in self.model.adapters:
@@ -277,18 +305,17 @@ class Context:
         self._mix = mix
 
     def _checked_tokens(self, tokens: ArrayLike) -> NDArray[np.int32]:
-        ids = np.asarray(tokens)
-        if ids.size == 0:
+        try:
+            ids = np.asarray(tokens)
+        except (ValueError, OverflowError) as exc:  # lists of unlike lengths and their like
+            raise InvalidRequestError(
+                f"expected a flat sequence of token ids, got {exc}", param="tokens"
+            ) from exc
+        if ids.size == 0 and ids.ndim == 1:
             return np.empty(0, np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise InvalidRequestError(
                 f"expected a flat sequence of token ids, got {ids.ndim} dimensions of {ids.dtype}",
-                param="tokens",
-            )
-        n_vocab = self.model.hparams.n_vocab
-        if ids.min() < 0 or ids.max() >= n_vocab:
-            raise InvalidRequestError(
-                f"expected token ids from 0 to {n_vocab - 1}, got {ids.min()} to {ids.max()}",
                 param="tokens",
             )
         if self.n_past + len(ids) > self.n_ctx:
@@ -297,6 +324,12 @@ class Context:
                 f"{self.n_ctx}, got {len(ids)}",
                 param="tokens",
                 hint="a larger n_ctx takes more",
+            )
+        n_vocab = self.model.hparams.n_vocab
+        if ids.min() < 0 or ids.max() >= n_vocab:
+            raise InvalidRequestError(
+                f"expected token ids from 0 to {n_vocab - 1}, got {ids.min()} to {ids.max()}",
+                param="tokens",
             )
         return ids.astype(np.int32)
 
@@ -307,7 +340,7 @@ class Context:
                 chunk = ids[first : first + self.n_batch]
                 parts.append(self._step(chunk, last_only=last_only))
         except BaseException:
-            self._n_past = start
+            self._forget_from(start)
             raise
         if last_only:
             return parts[-1]
@@ -318,48 +351,13 @@ class Context:
         outputs = np.array([n - 1], np.int32) if last_only else np.arange(n, dtype=np.int32)
         logits = self._runner.run(Batch.of_one(chunk, self._n_past, self._mix, outputs))
         self._n_past += n
+        with np.errstate(all="ignore"):
+            self._spoiled |= not np.isfinite(logits[-1].sum())
         return logits
 
-
-def _make_runner(
-    model: Model,
-    n_ctx: int,
-    n_batch: int,
-    lowering_name: LoweringName,
-    kv_type: KvType,
-    attention_name: AttentionName,
-    n_threads: int | None,
-) -> tuple[Lowering, Runner]:
-    hparams, lib = model.hparams, model.lib
-    widths = frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
-    attention: Attention = FlashAttention() if attention_name == "flash" else PlainAttention(widths)
-    lowering = _make_lowering(model, lowering_name, n_batch)
-    n_cells = -(-n_ctx // CELL_QUANTUM) * CELL_QUANTUM
-    backend = CpuBackend(lib, n_threads or model.n_threads)
-    cache = KvCache(lib, hparams, n_cells, _KV_TYPES[kv_type], v_transposed=attention.v_transposed)
-    n_tensors = len(model.weights.by_name)
-    runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
-    return lowering, runner
-
-
-def _make_lowering(model: Model, name: LoweringName, n_batch: int) -> Lowering:
-    if name == "branch":
-        return BranchLowering(
-            model.lib, tied=model.base_info.tied, registered=lambda: model.n_adapter_pairs
-        )
-    weights = model.weights.by_name
-    return RoutedLowering(weights, Resident(weights, model.prepared), n_batch)
-
-
-def _check_options(n_ctx: int, lowering: str, kv_type: str, attention: str, n_batch: int) -> None:
-    choices: Sequence[tuple[str, str, Sequence[str]]] = (
-        ("lowering", lowering, ("routed", "branch")),
-        ("kv_type", kv_type, tuple(_KV_TYPES)),
-        ("attention", attention, ("flash", "plain")),
-    )
-    for field, value, allowed in choices:
-        if value not in allowed:
-            raise ConfigError(f"expected one of {', '.join(allowed)}, got {value!r}", field=field)
-    for field, number, high in (("n_ctx", n_ctx, MAX_CTX), ("n_batch", n_batch, 1 << 16)):
-        if not 1 <= number <= high:
-            raise ConfigError(f"expected 1 to {high}, got {number}", field=field)
+    def _forget_from(self, n_tokens: int) -> None:
+        """Masked cells still meet the product of plain attention, and 0 * NaN is NaN."""
+        if self._spoiled:
+            self._runner.clear_cells(n_tokens)
+            self._spoiled = n_tokens > 0
+        self._n_past = n_tokens

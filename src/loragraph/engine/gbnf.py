@@ -1,8 +1,8 @@
-"""GBNF grammars, parsed and checked before libllama sees them.
+"""GBNF grammars: text to rules, with everything bounded.
 
-libllama's own parser recurses, loops for ever on `{3,2}`, and searches left recursion in
-exponential time; its automaton never ends on the left recursion that it overlooks. So the text is
-parsed here first, into the very same rules, and refused where libllama would not cope.
+The rules are those that llama-grammar.cpp makes of the text. Its own code cannot be used on texts
+of strangers: it recurses, loops for ever on `{3,2}`, searches left recursion in exponential time,
+overlooks some, and ends the process when a token is accepted that the grammar forbids.
 """
 
 from __future__ import annotations

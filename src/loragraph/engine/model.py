@@ -13,7 +13,8 @@ from typing import Any, Self
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, BaseTarget, TargetKind
 from loragraph.adapters.gguf import read_adapter
-from loragraph.errors import ConfigError, InvalidRequestError, LifecycleError, UnsupportedError
+from loragraph.engine.options import memory_errors, threads
+from loragraph.errors import InvalidRequestError, LifecycleError, UnsupportedError
 from loragraph.ggml.gguf import Scalar
 from loragraph.ggml.handles import CpuBackend
 from loragraph.ggml.lib import Library, load_library
@@ -75,16 +76,35 @@ class Model:
         repack: bool = True,
         ggml_folder: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
+        check_tensors: bool = False,
     ) -> Self:
         """Loads the GGUF model at `path` (of a split one: the first part).
 
         `n_threads` is what contexts use unless they say otherwise (default: the CPUs at hand);
         `repack=False` keeps every weight as the file has it; `ggml_folder` holds other libggml
-        and libllama objects; `progress` gets (bytes done, bytes in all). Raises GGUFError,
-        UnsupportedError, BackendError.
+        and libllama objects; `progress` gets (bytes done, bytes in all). `check_tensors` reads
+        every weight before and refuses NaN, infinities and damaged blocks; without it such weights
+        show as logits that are not finite. Raises GGUFError, UnsupportedError, BackendError.
+
+        Weights are read from the mapped file while the model lives. The file must not be written
+        to: one that shrinks raises GGUFError at the next step, or, where it shrinks within a step,
+        lets the system end the process (SIGBUS). Renaming a new file over it is safe.
         """
-        threads = _checked_threads(n_threads)
+        n_threads = threads(n_threads)
         lib = load_library(None if ggml_folder is None else Path(ggml_folder))
+        with memory_errors(str(path)):
+            return cls._load(lib, path, n_threads, repack, progress, check_tensors)
+
+    @classmethod
+    def _load(
+        cls,
+        lib: Library,
+        path: str | os.PathLike[str],
+        n_threads: int,
+        repack: bool,
+        progress: Progress | None,
+        check_tensors: bool,
+    ) -> Self:
         files = ModelFiles(lib, path)
         owned: list[ModelFiles | Vocab | CpuBackend | Weights] = [files]
         try:
@@ -97,15 +117,17 @@ class Model:
                 )
             family_class = family_of(files.metadata.string("general.architecture"))
             hparams = read_hparams(files.metadata, family_class.rope_mode)
-            backend = CpuBackend(lib, threads)
+            backend = CpuBackend(lib, n_threads)
             owned.append(backend)
             device = lib.c.ggml_backend_get_device(backend.ptr)
             weights = Weights(lib, files, device, repack)
             owned.append(weights)
             family = family_class(hparams, weights)
             weights.check_all_read()
-            vocab = Vocab.load(lib, files.path)
+            vocab = Vocab.from_file(lib, files.metadata)
             owned.append(vocab)
+            if check_tensors:
+                weights.check_values()
             weights.place(progress)
             return cls(lib, files, weights, family, hparams, vocab, backend)
         except BaseException:
@@ -181,23 +203,31 @@ class Model:
     ) -> Adapter:
         """Loads and registers a GGUF adapter; see `loragraph.adapters.gguf.read_adapter`."""
         self.check_open()
-        adapter = read_adapter(
-            self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
-        )
-        with self._lock:
-            self._adapters[adapter] = None
+        with memory_errors(str(path)):
+            adapter = read_adapter(
+                self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
+            )
         adapter.on_close(self._forget)
-        return adapter
+        with self._lock:
+            if not self._closed:
+                self._adapters[adapter] = None
+                return adapter
+        adapter.close()  # the model was closed meanwhile
+        raise self._was_closed()
 
     def check_open(self) -> None:
         """Raises LifecycleError after close()."""
         if self._closed:
-            raise LifecycleError(f"the model {self.path.name} was used after its close")
+            raise self._was_closed()
+
+    def check_files(self) -> None:
+        """Raises GGUFError where a mapped file has become shorter; see `load`."""
+        self.weights.files.check_sizes()
 
     def enter_context(self) -> str:
         """Registers a context and gives its name."""
-        self.check_open()
         with self._lock:
+            self.check_open()
             self._n_contexts += 1
             name = f"context {self._n_contexts} of {self.path.name}"
             self._contexts[name] = None
@@ -234,6 +264,9 @@ class Model:
     ) -> None:
         self.close()
 
+    def _was_closed(self) -> LifecycleError:
+        return LifecycleError(f"the model {self.path.name} was used after its close")
+
     def _text(self, token: int | None) -> str:
         return "" if token is None else self.vocab.piece(token).decode("utf-8", "replace")
 
@@ -249,11 +282,3 @@ def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:
     }
     tied = weights.by_name[OUTPUT].info.name == TOKEN_EMBD
     return BaseInfo(hparams.arch, hparams.name, targets, tied)
-
-
-def _checked_threads(n_threads: int | None) -> int:
-    if n_threads is None:
-        return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 512)
-    if not 1 <= n_threads <= 512:
-        raise ConfigError(f"expected 1 to 512, got {n_threads}", field="n_threads")
-    return n_threads

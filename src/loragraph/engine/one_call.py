@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from typing import Unpack
 
 from loragraph.adapters.adapter import Adapter
-from loragraph.engine.context import Context, LoweringName
+from loragraph.engine.assembly import LoweringName
+from loragraph.engine.context import Context
 from loragraph.engine.generate import Generation, Prompt, SamplingFields
 from loragraph.engine.model import Model
 from loragraph.engine.sampler import SamplingParams

@@ -3,7 +3,9 @@
 A node is a run of tokens with one edge key (salt and mix key) and a cell for each. The key is part
 of every edge, so a cell is found only by the mix that computed it, and nothing is ever cleared
 because an adapter changed. A sequence stands at the end of a node: its path is that node and its
-ancestors, and each of them counts it in `ref_count`.
+ancestors, and each of them counts it in `ref_count`. Nodes split when a sequence leaves them in the
+middle, and join again when everyone who passes one node's end goes on into the same next one. Both
+keep the identity of the lower node, so whoever stands at its end still does.
 """
 
 from __future__ import annotations
@@ -13,44 +15,48 @@ import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from loragraph.engine.blocks import Blocks
+from loragraph.engine.blocks import Blocks, Run, add_run, split_runs
 
 EdgeKey = Hashable
 """(salt, mix key) of a token."""
 
+Part = tuple[EdgeKey, int, int]
+"""(edge key, start, end): tokens [start, end) of a list carry this key."""
+
+_SLACK_BLOCKS = 8
+"""An eviction that only looks for whole blocks drops at most so many blocks more than asked for."""
+
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of tokens with their cells; `tokens` and `cells` are equally long."""
+    """A run of tokens and the cells that hold them; the cells number as many as the tokens."""
 
     key: EdgeKey
     parent: Node | None
     tokens: list[int] = field(default_factory=list)
-    cells: list[int] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     children: dict[tuple[EdgeKey, int], Node] = field(default_factory=dict)
     ref_count: int = 0
     last_used: int = 0
-    runs: list[tuple[int, int]] = field(default_factory=list)  # (first cell, length)
 
-    def append(self, tokens: Sequence[int], cells: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int], runs: Sequence[Run]) -> None:
         """More tokens at the end."""
         self.tokens.extend(tokens)
-        self.cells.extend(cells)
-        self.runs.extend(cell_runs(cells))
-        self.runs = _joined(self.runs) if len(self.runs) > 1 else self.runs
+        for start, length in runs:
+            add_run(self.runs, start, length)
 
 
 @dataclass(slots=True)
 class TreeStats:
-    """Token counts since the start."""
+    """Token counts since the start, and cell counts of now."""
 
-    n_hit: int = 0  # found in the tree instead of computed
-    n_inserted: int = 0
-    n_duplicate: int = 0  # computed although the edge was there by then
-    n_evicted: int = 0
+    n_hit: int = 0  # tokens found in the tree instead of computed
+    n_computed: int = 0  # tokens computed and inserted
+    n_duplicate: int = 0  # tokens computed although the tree has them, for their logits
+    n_evicted: int = 0  # tokens dropped
+    n_cached: int = 0  # cells of the tree, used by a sequence or not
+    n_in_use: int = 0  # of those, cells on the path of a sequence
+    n_shared: int = 0  # of those, cells on the paths of several
 
 
 class PrefixTree:
@@ -61,65 +67,77 @@ class PrefixTree:
         self.stats = TreeStats()
         self._blocks = blocks
         self._ticks = itertools.count(1)
-        self._evictable: list[tuple[int, int, Node]] = []  # heap of (last_used, number, leaf)
+        self._leaves: dict[Node, int] = {}  # evictable leaves, and the tick of their heap entry
+        self._heap: list[tuple[int, int, Node]] = []  # (tick, number, leaf); others are stale
         self._numbers = itertools.count()
 
     def advance(
-        self, node: Node, keys: Sequence[EdgeKey], tokens: Sequence[int]
+        self, node: Node, tokens: Sequence[int], parts: Sequence[Part], *, hit: bool = True
     ) -> tuple[Node, int]:
-        """Moves a reference from `node` along the longest match of `tokens`.
+        """Moves a reference from `node` along the longest match of the parts of `tokens`.
 
-        `keys[i]` is the edge key of `tokens[i]`. Returns the new place and the tokens matched; a
-        node that matches in part is split, so that the place is a node's end.
+        Returns the new place and the number of tokens matched; a node that matches in part is
+        split, so that the place is a node's end. Costs one comparison of list slices a node.
         """
-        start = 0
-        while start < len(tokens):
-            child = node.children.get((keys[start], tokens[start]))
-            if child is None:
-                break
-            n = _common(child, keys, tokens, start)
-            if n < len(child.tokens):
-                child = self._split(child, n)
-            self._enter(child)
-            node, start = child, start + n
-        self.stats.n_hit += start
-        return node, start
+        n_matched = 0
+        for key, start, end in parts:
+            while start < end:
+                child = node.children.get((key, tokens[start]))
+                if child is None:
+                    self.stats.n_hit += n_matched if hit else 0
+                    return node, n_matched
+                n = _n_common(child.tokens, tokens, start, end)
+                if n < len(child.tokens):
+                    child = self._split(child, n)
+                self._enter(child)
+                self._join(child)
+                node, start, n_matched = child, start + n, n_matched + n
+        self.stats.n_hit += n_matched if hit else 0
+        return node, n_matched
 
-    def peek(self, keys: Sequence[EdgeKey], tokens: Sequence[int]) -> int:
-        """How many of `tokens` the tree holds from the root; changes nothing."""
-        node, start = self.root, 0
-        while start < len(tokens):
-            child = node.children.get((keys[start], tokens[start]))
-            if child is None:
-                break
-            n = _common(child, keys, tokens, start)
-            start += n
-            if n < len(child.tokens):
-                break
-            node = child
-        return start
+    def n_found(self, tokens: Sequence[int], parts: Sequence[Part], *, in_use: bool = False) -> int:
+        """How many tokens the tree holds from the root on; changes nothing.
 
-    def insert(self, node: Node, key: EdgeKey, tokens: Sequence[int], cells: Sequence[int]) -> Node:
-        """Adds tokens behind `node`, where the caller stands; moves it to their end.
+        With `in_use`, only up to the first node that no sequence uses.
+        """
+        node, n_matched = self.root, 0
+        for key, start, end in parts:
+            while start < end:
+                child = node.children.get((key, tokens[start]))
+                if child is None or (in_use and not child.ref_count):
+                    return n_matched
+                n = _n_common(child.tokens, tokens, start, end)
+                n_matched += n
+                if n < len(child.tokens):
+                    return n_matched
+                node, start = child, start + n
+        return n_matched
+
+    def insert(self, node: Node, key: EdgeKey, tokens: Sequence[int], runs: Sequence[Run]) -> Node:
+        """Adds tokens behind `node`, where the caller stands; returns its new place, their end.
 
         There must be no such edge yet (`has_edge`). A leaf that only the caller uses grows.
         """
         assert not self.has_edge(node, key, tokens[0]), "this edge is there already"
-        self.stats.n_inserted += len(tokens)
+        n = len(tokens)
+        self.stats.n_computed += n
+        self.stats.n_cached += n
         mine = node.ref_count == 1 and not node.children and node.key == key
         if mine and node is not self.root:
-            node.append(tokens, cells)
-            node.last_used = next(self._ticks)
+            self.stats.n_in_use += n
+            node.append(tokens, runs)
+            self._join(node)
             return node
         child = Node(key, node)
-        child.append(tokens, cells)
+        child.append(tokens, runs)
         node.children[(key, tokens[0])] = child
         self._enter(child)
+        self._join(child)
         return child
 
     def has_edge(self, node: Node, key: EdgeKey, token: int) -> bool:
         """Whether a child of `node` begins with this token."""
-        return (key, token) in node.children
+        return bool(node.children) and (key, token) in node.children
 
     def release(self, node: Node) -> None:
         """Takes the caller's reference back from `node` and its ancestors."""
@@ -128,26 +146,35 @@ class PrefixTree:
             assert one.ref_count > 0, "a path was released twice"
             one.ref_count -= 1
             one.last_used = tick
+            if one.ref_count == 1:
+                self.stats.n_shared -= len(one.tokens)
+            elif one.ref_count == 0:
+                self.stats.n_in_use -= len(one.tokens)
         self._offer(node)
 
     def evict(self, n_cells: int) -> int:
         """Drops tokens of unused leaves, the longest unused first, from their ends.
 
-        Stops once `n_cells` cells of whole blocks are free, or nothing can be dropped. Returns the
-        number of tokens dropped.
+        Stops once `n_cells` cells of whole blocks are free, or nothing can be dropped; also once
+        that many cells are free anywhere and whole blocks do not come of it. Returns the number of
+        tokens dropped.
         """
         dropped = 0
-        while self._blocks.n_free < n_cells and self._evictable:
-            tick, _, leaf = heapq.heappop(self._evictable)
-            if not self._is_evictable(leaf) or leaf.last_used != tick:
-                continue
-            dropped += self._shorten(leaf, n_cells)
+        at_most = n_cells + _SLACK_BLOCKS * self._blocks.block_size
+        while self._blocks.n_free_whole < n_cells and self._leaves:
+            if self._blocks.n_free >= n_cells and dropped >= at_most:
+                break
+            dropped += self._drop_tail(self._oldest_leaf())
         self.stats.n_evicted += dropped
         return dropped
 
     def clear(self) -> int:
         """Drops every token that no sequence uses."""
-        return self.evict(self._blocks.n_cells + 1)
+        dropped = 0
+        while self._leaves:
+            dropped += self._drop_tail(self._oldest_leaf())
+        self.stats.n_evicted += dropped
+        return dropped
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root."""
@@ -160,59 +187,106 @@ class PrefixTree:
     def check(self) -> None:
         """Asserts the invariants; for tests."""
         seen: list[int] = []
+        leaves: set[Node] = set()
         for node in self.nodes():
             assert node.tokens, "an empty node"
-            assert len(node.tokens) == len(node.cells)
-            assert node.runs == cell_runs(node.cells)
+            cells = [cell for start, n in node.runs for cell in range(start, start + n)]
+            assert len(node.tokens) == len(cells)
             assert node.parent is not None
             assert node.parent.children[(node.key, node.tokens[0])] is node
             assert node.ref_count >= sum(child.ref_count for child in node.children.values())
-            seen.extend(node.cells)
+            seen.extend(cells)
+            if not node.ref_count and not node.children:
+                leaves.add(node)
         assert len(seen) == len(set(seen)), "a cell stands in two nodes"
+        assert leaves == self._leaves.keys()
+        assert {(t, node) for node, t in self._leaves.items()} <= {(t, n) for t, _, n in self._heap}
+        assert len(self._heap) <= 2 * len(self._leaves) + 64
+        used = [(node.ref_count, len(node.tokens)) for node in self.nodes()]
+        assert self.stats.n_cached == sum(n for _, n in used)
+        assert self.stats.n_in_use == sum(n for refs, n in used if refs)
+        assert self.stats.n_shared == sum(n for refs, n in used if refs > 1)
 
     def _enter(self, node: Node) -> None:
         node.ref_count += 1
-        node.last_used = next(self._ticks)
+        if node.ref_count == 1:
+            self.stats.n_in_use += len(node.tokens)
+            self._leaves.pop(node, None)
+        elif node.ref_count == 2:
+            self.stats.n_shared += len(node.tokens)
 
     def _split(self, node: Node, n: int) -> Node:
-        """Cuts `node` after `n` tokens; it keeps its end, the new upper part is returned.
-
-        Sequences stand at the ends of nodes, so those that stood here still do.
-        """
+        """Cuts `node` after `n` tokens; it keeps its end, the new upper part is returned."""
         assert node.parent is not None
-        upper = Node(node.key, node.parent, ref_count=node.ref_count, last_used=node.last_used)
-        upper.append(node.tokens[:n], node.cells[:n])
-        node.parent.children[(node.key, node.tokens[0])] = upper
-        node.tokens, node.cells = node.tokens[n:], node.cells[n:]
-        node.runs = cell_runs(node.cells)
+        first = (node.key, node.tokens[0])
+        head, tail = split_runs(node.runs, n)
+        upper = Node(
+            node.key,
+            node.parent,
+            node.tokens[:n],
+            head,
+            ref_count=node.ref_count,
+            last_used=node.last_used,
+        )
+        node.parent.children[first] = upper
+        node.tokens, node.runs = node.tokens[n:], tail
         node.parent = upper
         upper.children[(node.key, node.tokens[0])] = node
         return upper
 
-    def _shorten(self, leaf: Node, n_cells: int) -> int:
-        """Drops tokens from a leaf's end, a block's worth at a time."""
-        dropped = 0
-        while leaf.tokens and self._blocks.n_free < n_cells:
-            n = min(self._blocks.block_size, len(leaf.tokens))
-            self._blocks.free(np.array(leaf.cells[-n:]))
-            first = (leaf.key, leaf.tokens[0])
-            del leaf.tokens[-n:], leaf.cells[-n:]
-            dropped += n
-        if leaf.tokens:
-            leaf.runs = cell_runs(leaf.cells)
-            self._offer(leaf)
-        elif leaf.parent is not None:
-            parent, leaf.parent = leaf.parent, None
-            del parent.children[first]
-            self._offer(parent)
-        return dropped
+    def _join(self, node: Node) -> None:
+        """Takes the parent into `node` where all that pass the parent's end go on to `node`."""
+        parent = node.parent
+        assert parent is not None
+        if (
+            parent.ref_count != node.ref_count
+            or parent.parent is None
+            or len(parent.children) > 1
+            or parent.key != node.key
+        ):
+            return
+        parent.append(node.tokens, node.runs)  # the longer list grows, so a chain costs its length
+        node.tokens, node.runs = parent.tokens, parent.runs
+        node.parent, parent.parent = parent.parent, None
+        node.parent.children[(node.key, node.tokens[0])] = node
 
-    def _is_evictable(self, node: Node) -> bool:
-        return node.ref_count == 0 and not node.children and node.parent is not None
+    def _drop_tail(self, leaf: Node) -> int:
+        """Drops the tokens of a leaf's last run in its last block; the whole leaf if all are."""
+        start, length = leaf.runs[-1]
+        end = start + length
+        begin = max(start, (end - 1) // self._blocks.block_size * self._blocks.block_size)
+        n = end - begin
+        self._blocks.free([(begin, n)])
+        self.stats.n_cached -= n
+        if n < len(leaf.tokens):
+            leaf.runs.pop()
+            if begin > start:
+                leaf.runs.append((start, begin - start))
+            del leaf.tokens[-n:]
+            return n
+        parent, leaf.parent = leaf.parent, None
+        assert parent is not None
+        del parent.children[(leaf.key, leaf.tokens[0])]
+        del self._leaves[leaf]
+        self._offer(parent)
+        return n
+
+    def _oldest_leaf(self) -> Node:
+        while True:
+            tick, _, leaf = self._heap[0]
+            if self._leaves.get(leaf) == tick:
+                return leaf
+            heapq.heappop(self._heap)
 
     def _offer(self, node: Node) -> None:
-        if self._is_evictable(node):
-            heapq.heappush(self._evictable, (node.last_used, next(self._numbers), node))
+        """Lets a node be evicted if it can be; drops stale entries when they are the majority."""
+        if node.ref_count or node.children or node.parent is None:
+            return
+        self._leaves[node] = node.last_used
+        heapq.heappush(self._heap, (node.last_used, next(self._numbers), node))
+        if len(self._heap) > 2 * len(self._leaves) + 64:
+            self._heap = [(tick, next(self._numbers), leaf) for leaf, tick in self._leaves.items()]
+            heapq.heapify(self._heap)
 
 
 def path_of(node: Node) -> Iterator[Node]:
@@ -223,32 +297,16 @@ def path_of(node: Node) -> Iterator[Node]:
         one = one.parent
 
 
-def cell_runs(cells: Sequence[int]) -> list[tuple[int, int]]:
-    """Cells as runs (first cell, length) of neighbours."""
-    if not cells:
-        return []
-    array: NDArray[np.int64] = np.asarray(cells)
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(array) != 1) + 1])
-    lengths = np.diff(np.concatenate([starts, [len(array)]]))
-    return list(zip(array[starts].tolist(), lengths.tolist(), strict=True))
-
-
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins the runs that touch at the seam of an append."""
-    out = [runs[0]]
-    for start, length in runs[1:]:
-        last_start, last_length = out[-1]
-        if last_start + last_length == start:
-            out[-1] = (last_start, last_length + length)
+def _n_common(mine: list[int], tokens: Sequence[int], start: int, end: int) -> int:
+    """Length of the common start of `mine` and tokens[start:end], by halves of slices."""
+    limit = min(len(mine), end - start)
+    if mine[:limit] == tokens[start : start + limit]:
+        return limit
+    low, high = 0, limit  # equal before low, unequal somewhere before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if mine[low:middle] == tokens[start + low : start + middle]:
+            low = middle
         else:
-            out.append((start, length))
-    return out
-
-
-def _common(node: Node, keys: Sequence[EdgeKey], tokens: Sequence[int], start: int) -> int:
-    """Length of the common start of a node's run and tokens[start:]."""
-    n = 0
-    limit = min(len(node.tokens), len(tokens) - start)
-    while n < limit and tokens[start + n] == node.tokens[n] and keys[start + n] == node.key:
-        n += 1
-    return n
+            high = middle
+    return low

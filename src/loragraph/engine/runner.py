@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,7 @@ _MIN_NODES = 1024
 _NODES_PER_TENSOR = 8  # llama.cpp's budget of nodes for a base graph
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeKey:
+class ShapeKey(NamedTuple):
     """What decides a graph's structure; all else is input data."""
 
     n_tokens: int
@@ -57,7 +57,7 @@ class Counters:
     compute_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KeptGraph:
     """A built graph; its tensors have addresses in the shared compute buffer."""
 
@@ -66,6 +66,7 @@ class KeptGraph:
     logits: Tensor  # F32 [n_vocab, n_outputs]
     lowering: GraphLowering  # keeps the custom nodes' structs alive
     n_nodes: int
+    values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
 
 
 class Runner:
@@ -81,7 +82,10 @@ class Runner:
         backend: CpuBackend,
         n_batch: int,
     ) -> None:
-        """Takes cache, lowering and backend over. `n_tensors` of the base sets the node budget."""
+        """Takes cache, lowering and backend over, unless it raises.
+
+        `n_tensors` of the base sets the node budget.
+        """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
@@ -91,22 +95,28 @@ class Runner:
         self._backend = backend
         self._lib = backend.lib
         self._graphs: OrderedDict[ShapeKey, KeptGraph] = OrderedDict()
-        self._allocator = GraphAllocator(self._lib)
         own = {name: InputSpec(I32, n_batch) for name in ("tokens", "positions", "out_ids")}
         specs = own | dict(attention.specs(n_batch, cache.n_cells))
-        self._inputs = Inputs(self._lib, specs)
-        self._reserve(n_batch)
+        with ExitStack() as undo:
+            self._allocator = undo.enter_context(GraphAllocator(self._lib))
+            self._inputs = Inputs(self._lib, specs)
+            undo.callback(self._inputs.close)
+            self._reserve(n_batch)
+            undo.pop_all()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """One step: logits (n_outputs, n_vocab) f32, a copy."""
-        n_kv = n_kv_for(int(batch.cells.max()) + 1, self._cache.n_cells)
+        n_kv = n_kv_for(max(batch.cells.tolist()) + 1, self._cache.n_cells)
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
         self._backend.compute(graph.graph)
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
-        n_vocab, n_outputs = graph.logits.ne[:2]
-        return array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab).copy()
+        return graph.values.copy()
+
+    def clear_cells(self, first: int) -> None:
+        """Zeroes the cells from `first` on."""
+        self._cache.clear_from(first)
 
     def drop_graphs(self) -> None:
         """Drops every kept graph."""
@@ -140,15 +150,26 @@ class Runner:
             self.counters.n_graphs_reused += 1
             return graph
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
-        if self._allocator.allocate(graph.graph):
-            self.drop_graphs()  # the buffer moved: their addresses are dead
-        graph.lowering.bind()
+        self._place(graph)
+        n_vocab, n_outputs = graph.logits.ne[:2]
+        graph.values = array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab)
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._drop_oldest()
         self.counters.n_graphs_built += 1
         self.counters.compute_bytes = self._allocator.nbytes
         return graph
+
+    def _place(self, graph: KeptGraph) -> None:
+        """Gives a new graph its memory; all others are dropped where the buffer moved for it."""
+        try:
+            if self._allocator.allocate(graph.graph):
+                self.drop_graphs()  # their addresses are dead
+            graph.lowering.bind()
+        except BaseException:
+            self.drop_graphs()
+            graph.ctx.close()
+            raise
 
     def _build(self, batch: Batch, n_tokens: int, n_outputs: int, n_kv: int) -> KeptGraph:
         base_nodes = max(_MIN_NODES, _NODES_PER_TENSOR * self._n_tensors)
@@ -188,8 +209,8 @@ class Runner:
         indices = np.arange(n_batch, dtype=np.int32)
         widest = Batch.of_one(indices, 0, EMPTY_MIX, indices)
         graph = self._build(widest, n_batch, n_batch, self._cache.n_cells)
-        self._allocator.reserve(graph.graph)
-        graph.ctx.close()
+        with graph.ctx:
+            self._allocator.reserve(graph.graph)
 
     def _drop_oldest(self) -> None:
         _, graph = self._graphs.popitem(last=False)

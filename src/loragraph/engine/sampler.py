@@ -11,12 +11,13 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.engine.grammar import GrammarSampler
+from loragraph.engine.grammar import GrammarMatcher
 from loragraph.errors import BackendError, InvalidRequestError
 from loragraph.ggml.handles import Handle
 from loragraph.ggml.lib import Library
@@ -29,7 +30,8 @@ MAX_LAST_N = 1 << 16
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
 _GREEDY_BELOW = 1e-6  # a smaller temperature overflows, and leaves one candidate anyway
-_WIDEN = 8  # more candidates per round, when the grammar refused too many
+_MAX_SINGLY = 200  # above, asking the grammar about all tokens at once is cheaper
+_SINGLY_PER_CANDIDATE = 4
 _UNDERFLOW = 87.0  # exp(-88) is no normal float32; libllama's entropy would be NaN
 
 
@@ -107,7 +109,7 @@ class Sampler:
         self._recent: deque[int] = deque(maxlen=params.repeat_last_n)
         # the grammar first: it is what can be refused, and nothing is owned yet
         self._grammar = (
-            None if params.grammar is None else GrammarSampler.parse(vocab, params.grammar)
+            None if params.grammar is None else GrammarMatcher.parse(vocab, params.grammar)
         )
         self._penalties = _penalties(vocab, params) if params.penalises else None
         self._filters = None if params.greedy else _filters(vocab.lib, params, self.seed)
@@ -119,14 +121,7 @@ class Sampler:
         grammar leave no candidate.
         """
         self._check_logits(logits)
-        adjusted = self._adjust(logits)
-        while True:
-            token = self._choose(adjusted)
-            if self._grammar is None or self._grammar.allows(token):
-                return token
-            # libllama's mask and its automaton differ for broken UTF-8: the automaton decides
-            adjusted = adjusted.copy()
-            adjusted[token] = -np.inf
+        return self._choose(self._adjust(logits))
 
     def accept(self, token: int) -> None:
         """Tells penalties and grammar that `token` is the next one of the sequence."""
@@ -162,7 +157,7 @@ class Sampler:
 
     def close(self) -> None:
         """Frees libllama's samplers; a second call does nothing."""
-        for owner in (self._grammar, self._penalties, self._filters):
+        for owner in (self._penalties, self._filters):
             if owner is not None:
                 owner.close()
 
@@ -209,26 +204,29 @@ class Sampler:
         return token
 
     def _allowed(self, logits: NDArray[np.float32], k: int) -> _Candidates:
-        """The best `k` candidates (all of them for k <= 0) that the grammar allows.
-
-        Exact: the grammar looks at ever more of the ranking, until k of them passed.
-        """
-        n_vocab = len(logits)
-        n = min(k, n_vocab) if k > 0 else n_vocab
-        while True:
-            ids = _ranked(logits, n) if k > 0 else np.arange(n_vocab)
-            candidates = _Candidates(self._vocab.lib, ids, logits, ranked=k > 0)
-            if self._grammar is not None:
-                self._grammar.apply(candidates.ptr)
-            candidates.drop_forbidden(_UNDERFLOW if self.params.typical_p < 1 else math.inf)
-            if (k > 0 and len(candidates.data) >= min(k, n_vocab)) or n == n_vocab:
-                break
-            n = min(n * _WIDEN, n_vocab)
+        """The best `k` candidates (all of them for k <= 0) that the grammar allows."""
+        ids = self._allowed_ids(logits, k)
+        candidates = _Candidates(self._vocab.lib, ids, logits, ranked=k > 0)
+        candidates.drop_forbidden(_UNDERFLOW if self.params.typical_p < 1 else math.inf)
         if not len(candidates.data):
             raise _nothing_left()
-        if k > 0:
-            candidates.keep(k)
         return candidates
+
+    def _allowed_ids(self, logits: NDArray[np.float32], k: int) -> NDArray[np.intp]:
+        """Their ids, the best first for k > 0.
+
+        Exact: the grammar is asked about the top of the ranking one by one, and about all tokens at
+        once where too few of the top passed.
+        """
+        if self._grammar is None:
+            return _ranked(logits, k) if k > 0 else np.arange(len(logits))
+        if 0 < k <= _MAX_SINGLY:
+            top = _ranked(logits, k * _SINGLY_PER_CANDIDATE)
+            passed = list(islice(filter(self._grammar.allows, top.tolist()), k))
+            if len(passed) == k:
+                return np.array(passed, np.intp)
+        allowed = self._grammar.allowed_tokens().astype(np.intp)
+        return allowed[_ranked(logits[allowed], k)] if k > 0 else allowed
 
 
 class _Candidates:
@@ -264,11 +262,6 @@ class _Candidates:
         if not keep.all():
             self.data = self.data[keep]
             self._wrap()
-
-    def keep(self, k: int) -> None:
-        """Leaves out all but the first `k`."""
-        self.data = self.data[:k]
-        self._wrap()
 
     def _wrap(self) -> None:
         ffi = self._lib.ffi

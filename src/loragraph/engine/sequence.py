@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 from loragraph.adapters.mix import Mix
 from loragraph.engine.blocks import Cursor
-from loragraph.engine.prefix_tree import EdgeKey, Node
+from loragraph.engine.prefix_tree import EdgeKey, Node, Part
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -36,7 +36,7 @@ class Sequence:
     """Tokens (prompt, then generated), the mix of each, and how many have cells.
 
     Every token carries its adapters: segments begin at 0 and ascend; what is generated carries the
-    last segment's mix.
+    last segment's mix. With `max_tokens` 0 the prompt is computed and nothing is generated.
     """
 
     sequence_id: int
@@ -45,13 +45,26 @@ class Sequence:
     segments: tuple[Segment, ...]
     max_tokens: int  # generated tokens at most
     salt: str = ""
+    deadline: float | None = None  # on the caller's clock, see Scheduler.expire
+    logits_from: int | None = None  # score: logits of all tokens from here on are wanted
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     n_computed: int = 0  # tokens that have cells in the path
-    n_hit: int = 0  # of those, found in the tree (first admission)
+    n_hit: int = 0  # prompt tokens found in the tree at the first admission
     n_preempted: int = 0
+    rank: int = -1  # turn of its first admission: a lower one is older
     node: Node | None = None  # end of its path in the prefix tree
     cursor: Cursor = field(default_factory=Cursor)
+    flow: Hashable = field(init=False)  # the set of adapters it needs: what fairness is about
+    _keys: tuple[EdgeKey, ...] = field(init=False, repr=False)  # of each segment
+    _starts: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._starts = tuple(segment.start for segment in self.segments)
+        assert self._starts[0] == 0, "the first segment begins at token 0"
+        self._keys = tuple((self.salt, segment.mix.key) for segment in self.segments)
+        digests = {digest for segment in self.segments for digest, _ in segment.mix.key}
+        self.flow = tuple(sorted(digests))
 
     @property
     def n_generated(self) -> int:
@@ -66,31 +79,42 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
-        return self.n_pending == 1
+        return len(self.tokens) - self.n_computed == 1
 
     @property
-    def flow(self) -> tuple[tuple[str, float], ...]:
-        """What fairness is about: the mix that it ends up with."""
-        return self.segments[-1].mix.key
+    def n_reusable(self) -> int:
+        """Tokens that the tree may serve: the others are computed, since their logits count."""
+        n = len(self.tokens) - 1
+        return n if self.logits_from is None else min(n, self.logits_from)
+
+    def n_outputs(self, start: int, end: int) -> int:
+        """Of tokens [start, end), how many at the end have logits that count."""
+        if self.logits_from is not None:
+            return max(0, end - max(start, self.logits_from))
+        return int(end == len(self.tokens) and self.max_tokens > 0)
+
+    def key_at(self, index: int) -> EdgeKey:
+        """The tree's edge key of token `index`."""
+        return self._keys[bisect_right(self._starts, index) - 1]
 
     def mix_at(self, index: int) -> Mix:
         """The mix of token `index`."""
-        place = bisect_right(self.segments, index, key=lambda segment: segment.start)
-        return self.segments[place - 1].mix
+        return self.segments[bisect_right(self._starts, index) - 1].mix
 
-    def edge_keys(self, start: int, end: int) -> SequenceOf[EdgeKey]:
-        """The tree's edge keys of tokens [start, end)."""
-        keys: list[EdgeKey] = []
-        for segment, segment_end in self.segment_ranges(start, end):
-            key = (self.salt, segment.mix.key)
-            keys.extend([key] * (segment_end - len(keys) - start))
-        return keys
+    def mix_parts(self, start: int, end: int) -> list[tuple[Mix, int, int]]:
+        """Tokens [start, end) as parts (mix, start, end) of one segment each."""
+        return [(self.segments[i].mix, a, b) for i, a, b in self._cut(start, end)]
 
-    def segment_ranges(self, start: int, end: int) -> list[tuple[Segment, int]]:
-        """The segments of tokens [start, end), each with the end of its part."""
-        ends = [segment.start for segment in self.segments[1:]] + [end]
-        return [
-            (segment, min(segment_end, end))
-            for segment, segment_end in zip(self.segments, ends, strict=True)
-            if segment_end > start and segment.start < end
-        ]
+    def key_parts(self, start: int, end: int) -> list[Part]:
+        """Tokens [start, end) as parts (edge key, start, end) of one segment each."""
+        return [(self._keys[i], a, b) for i, a, b in self._cut(start, end)]
+
+    def _cut(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """(segment index, start, end) of the segments of tokens [start, end)."""
+        i = bisect_right(self._starts, start) - 1
+        parts = []
+        while start < end:
+            stop = self._starts[i + 1] if i + 1 < len(self._starts) else end
+            parts.append((i, start, min(stop, end)))
+            start, i = min(stop, end), i + 1
+        return parts

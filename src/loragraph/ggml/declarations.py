@@ -120,6 +120,22 @@ size_t ggml_quantize_chunk(int type, const float *src, void *dst, int64_t start,
 bool ggml_quantize_requires_imatrix(int type);
 bool ggml_validate_row_data(int type, const void *data, size_t nbytes);
 
+struct ggml_type_traits_cpu { void *from_float; void *vec_dot; int vec_dot_type; int64_t nrows; };
+const struct ggml_type_traits_cpu *ggml_get_type_traits_cpu(int type);
+
+struct ggml_cplan {
+    size_t work_size;
+    uint8_t *work_data;
+    int n_threads;
+    struct ggml_threadpool *threadpool;
+    void *abort_callback;
+    void *abort_callback_data;
+    bool use_ref;
+};
+struct ggml_cplan ggml_graph_plan(const struct ggml_cgraph *graph, int n_threads,
+                                  struct ggml_threadpool *threadpool);
+int ggml_graph_compute(struct ggml_cgraph *graph, struct ggml_cplan *plan);
+
 struct ggml_threadpool_params {
     bool cpumask[512];
     int n_threads;

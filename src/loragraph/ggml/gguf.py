@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from _cffi_backend import string as _c_string  # ffi.string without its Python wrapper
 from numpy.typing import NDArray
 
 from loragraph.errors import GGUFError, LifecycleError
@@ -181,7 +182,7 @@ class GGUFFile:
             raise self._error(f"expected an array of strings, got {self.type_of(key)}", key)
         n = self.array_length(key)
         pointers = map(self._lib.c.gguf_get_arr_str, repeat(self._open), repeat(key_id), range(n))
-        return list(map(self._lib.ffi.string, pointers))
+        return list(map(_c_string, pointers))
 
     def scalars(self) -> dict[str, Scalar]:
         """All values that are no arrays, by key."""
@@ -286,7 +287,7 @@ def _parse(lib: Library, path: Path) -> Any:
     for limit in _HEADER_BYTES:
         try:
             with path.open("rb") as file:
-                head = file.read(limit)
+                head = file.read(min(limit, path.stat().st_size))
         except OSError as exc:
             raise GGUFError(f"failed to read: {exc.strerror}", path=path) from exc
         with lib.log_lines() as lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,10 +14,16 @@ from numpy.typing import NDArray
 
 from loragraph.errors import BackendError, LifecycleError
 from loragraph.ggml.lib import GGML_STATUS, Library
+from loragraph.ggml.pages import prefer_huge_pages
 
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
 """Numbers of the ggml types that the code names (ggml.h, enum ggml_type)."""
 
+STORAGE_ONLY = frozenset((9, 15, *range(24, 29)))
+"""Q8_1, Q8_K, I8, I16, I32, I64, F64: ggml has no products with them, and crashes when asked."""
+
+_N_TYPES = 43  # GGML_TYPE_COUNT: ggml looks numbers up in a table without a check
+_MAX_BYTES = 1 << 48
 _USAGE_WEIGHTS = 1
 _FFI = FFI()  # casts pointers of any instance to numbers
 _NUMPY = {F32: np.float32, F16: np.float16, I32: np.int32, I64: np.int64}
@@ -77,7 +84,9 @@ class TensorContext(Handle):
         size = max_tensors * lib.c.ggml_tensor_overhead()
         if max_nodes:
             size += lib.c.ggml_graph_overhead_custom(max_nodes, False)
-        params = lib.ffi.new("struct ggml_init_params *", [size, lib.ffi.NULL, True])
+        # Memory of our own: ggml ends the process where it cannot allocate a context's.
+        self._memory = lib.ffi.from_buffer(_aligned_bytes(size))
+        params = lib.ffi.new("struct ggml_init_params *", [size, self._memory, True])
         super().__init__(lib, lib.c.ggml_init(params[0]), "context")
         self.max_tensors = max_tensors
         self.n_tensors = 0
@@ -95,10 +104,15 @@ class TensorContext(Handle):
         """A tensor without data, of `type_` and up to four sizes `ne`."""
         if not 1 <= len(ne) <= 4 or min(ne) < 1:
             raise BackendError(f"tensor '{name}': expected one to four sizes >= 1, got {list(ne)}")
-        if ne[0] % self.lib.c.ggml_blck_size(type_):
+        block = int(self.lib.c.ggml_blck_size(type_)) if 0 <= type_ < _N_TYPES else 0
+        if block == 0:
+            raise BackendError(f"tensor '{name}': ggml has no type {type_}")
+        if ne[0] % block:
             raise BackendError(
                 f"tensor '{name}': {ne[0]} is no multiple of the block size of type {type_}"
             )
+        if math.prod(ne) // block * int(self.lib.c.ggml_type_size(type_)) > _MAX_BYTES:
+            raise BackendError(f"tensor '{name}': {list(ne)} is more than any memory holds")
         ptr = self.lib.c.ggml_new_tensor(self.claim(), type_, len(ne), list(ne))
         if name:
             self.lib.c.ggml_set_name(ptr, name.encode()[:63])
@@ -107,6 +121,7 @@ class TensorContext(Handle):
 
     def _free(self, ptr: Any) -> None:
         self.lib.c.ggml_free(ptr)
+        self._memory = None
 
 
 class Buffer(Handle):
@@ -146,6 +161,10 @@ class Buffer(Handle):
         """Size in bytes."""
         return int(self.lib.c.ggml_backend_buffer_get_size(self.ptr))
 
+    def prefer_huge_pages(self) -> None:
+        """For a large buffer that is filled whole, before anything is written to it."""
+        prefer_huge_pages(self.base, self.nbytes)
+
     def use_for_weights(self) -> None:
         """Marks the content as weights."""
         self.lib.c.ggml_backend_buffer_set_usage(self.ptr, _USAGE_WEIGHTS)
@@ -153,7 +172,9 @@ class Buffer(Handle):
     def place(self, tensor: Tensor, offset: int) -> None:
         """Gives `tensor` the memory at `offset`; 32-byte aligned, inside the buffer."""
         nbytes = int(self.lib.c.ggml_nbytes(tensor.ptr))
-        if offset % 32 or offset + nbytes > self.nbytes:
+        if tensor.ptr.data != self.lib.ffi.NULL:
+            raise BackendError(f"{tensor!r} has its memory already")
+        if offset < 0 or offset % 32 or offset + nbytes > self.nbytes:
             raise BackendError(f"{tensor!r} does not fit at offset {offset} of {self.nbytes} bytes")
         address = self.lib.ffi.cast("void *", self.base + offset)
         check_status(
@@ -171,10 +192,20 @@ class CpuBackend(Handle):
         super().__init__(lib, lib.c.ggml_backend_cpu_init(), "CPU backend")
         self.n_threads = n_threads
         lib.c.ggml_backend_cpu_set_n_threads(self.ptr, n_threads)
+        self._work = _aligned_bytes(0)
 
     def compute(self, graph: Any) -> None:
-        """Runs a graph whose tensors all have memory; BackendError with ggml's status."""
-        check_status(self.lib.c.ggml_backend_graph_compute(self.ptr, graph), "graph_compute")
+        """Runs a graph whose tensors all have memory; BackendError with ggml's status.
+
+        Does what ggml_backend_graph_compute does, with work memory of our own: the backend ends
+        the process where it cannot allocate it.
+        """
+        lib, _ = self.lib, self.ptr  # raises after close
+        plan = lib.c.ggml_graph_plan(graph, self.n_threads, lib.ffi.NULL)
+        if plan.work_size > len(self._work):
+            self._work = _aligned_bytes(plan.work_size)
+        plan.work_data = lib.ffi.cast("uint8_t *", self._work.ctypes.data)
+        check_status(lib.c.ggml_graph_compute(graph, lib.ffi.addressof(plan)), "graph_compute")
 
     def _free(self, ptr: Any) -> None:
         self.lib.c.ggml_backend_free(ptr)
@@ -184,8 +215,7 @@ class GraphAllocator(Handle):
     """Hands out compute memory to graphs; all graphs share its one buffer."""
 
     def __init__(self, lib: Library) -> None:
-        buft = lib.c.ggml_backend_cpu_buffer_type()
-        super().__init__(lib, lib.c.ggml_gallocr_new(buft), "graph allocator")
+        super().__init__(lib, _new_allocator(lib), "graph allocator")
 
     @property
     def nbytes(self) -> int:
@@ -203,11 +233,31 @@ class GraphAllocator(Handle):
     def _grew(self, call: Any, graph: Any) -> bool:
         before = self.nbytes
         if not call(self.ptr, graph):
-            raise BackendError("ggml could not allocate compute memory for a graph")
+            # It has freed its buffer but takes the graph for allocated: start anew.
+            self._free(self.ptr)
+            self._ptr = _new_allocator(self.lib)
+            raise BackendError(
+                "ggml could not allocate compute memory for a graph",
+                hint="a smaller n_ctx or n_batch takes less",
+            )
         return self.nbytes != before
 
     def _free(self, ptr: Any) -> None:
         self.lib.c.ggml_gallocr_free(ptr)
+
+
+def _new_allocator(lib: Library) -> Any:
+    return lib.c.ggml_gallocr_new(lib.c.ggml_backend_cpu_buffer_type())
+
+
+def _aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
+    """Uninitialised memory, (nbytes,) u8, at a multiple of 64 bytes."""
+    try:
+        raw = np.empty(nbytes + 64, np.uint8)
+    except MemoryError as exc:
+        raise BackendError(f"no memory for a context of {nbytes} bytes") from exc
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]
 
 
 def data_address(tensor: Tensor) -> int:
@@ -227,7 +277,7 @@ def check_status(status: int, what: str) -> None:
 def array_view(lib: Library, tensor: Tensor, n: int | None = None) -> NDArray[Any]:
     """The first `n` values (all by default) of a contiguous host tensor, (n,), without a copy."""
     dtype = np.dtype(_NUMPY[tensor.type])
-    count = n if n is not None else int(np.prod(tensor.ne))
+    count = n if n is not None else math.prod(tensor.ne)
     if tensor.ptr.data == lib.ffi.NULL:
         raise BackendError(f"{tensor!r} has no memory")
     return np.frombuffer(lib.ffi.buffer(tensor.ptr.data, count * dtype.itemsize), dtype)

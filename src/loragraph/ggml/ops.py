@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragraph.errors import BackendError
-from loragraph.ggml.handles import F16, F32, I32, I64, Tensor, TensorContext
+from loragraph.ggml.handles import F16, F32, I32, I64, STORAGE_ONLY, Tensor, TensorContext
 
 PREC_F32 = 10
 """GGML_PREC_F32: accumulate in float32."""
@@ -47,11 +47,15 @@ class Ops:
         _expect(ids.type == I32, "get_rows: ids must be I32", table, ids)
         _expect(table.ne[2] == ids.ne[1] and table.ne[3] == ids.ne[2], "get_rows", table, ids)
         _expect(ids.ne[3] == 1, "get_rows: ids have too many dimensions", table, ids)
+        _expect(table.type == I32 or _is_real(table), "get_rows: types", table)
+        self._dense_rows("get_rows", table)
         return self._done(self._c.ggml_get_rows(self.ctx.claim(), table.ptr, ids.ptr))
 
     def set_rows(self, table: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         """Writes `rows` F32 [k, n] into `table` [k, m] at `ids` I64 or I32 [n]; a view of it."""
         _expect(rows.type in (F32, F16), "set_rows: rows must be F32 or F16", table, rows)
+        fits = _is_real(table) if rows.type == F32 else table.type == F16
+        _expect(fits, "set_rows: no conversion", table, rows)
         _expect(ids.type in (I64, I32), "set_rows: ids must be I64 or I32", table, ids)
         _expect(table.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0], "set_rows", table, rows, ids)
         _expect(table.ne[2:] == rows.ne[2:], "set_rows", table, rows)
@@ -86,7 +90,7 @@ class Ops:
         """w [k, m] times x F32 [k, n]: F32 [m, n]; higher dimensions of w are repeated."""
         fits = w.ne[0] == x.ne[0] and x.ne[2] % w.ne[2] == 0 and x.ne[3] % w.ne[3] == 0
         _expect(fits, "mul_mat", w, x)
-        _expect(x.type == F32, "mul_mat: x must be F32", w, x)
+        _expect(x.type == F32 and _is_real(w), "mul_mat: types", w, x)
         _expect(self._nb(w)[0] <= self._nb(w)[1], "mul_mat: w is transposed", w)
         self._dense_rows("mul_mat", w, x)
         return self._done(self._c.ggml_mul_mat(self.ctx.claim(), w.ptr, x.ptr))
@@ -97,7 +101,7 @@ class Ops:
         _expect(w.ne[3] == 1 and x.ne[3] == 1, "mul_mat_id", w, x)
         _expect(ids.ne[1] == x.ne[2] and w.ne[0] == x.ne[0], "mul_mat_id", w, x, ids)
         _expect(ids.ne[0] % x.ne[1] == 0, "mul_mat_id", x, ids)
-        _expect(x.type == F32, "mul_mat_id: x must be F32", x)
+        _expect(x.type == F32 and _is_real(w), "mul_mat_id: types", w, x)
         _expect(self._nb(w)[0] <= self._nb(w)[1], "mul_mat_id: w is transposed", w)
         self._dense_rows("mul_mat_id", w, x)
         return self._done(self._c.ggml_mul_mat_id(self.ctx.claim(), w.ptr, x.ptr, ids.ptr))
@@ -146,7 +150,7 @@ class Ops:
         """
         fits = k.ne[0] == q.ne[0] and q.ne[2] % k.ne[2] == 0 and q.ne[3] == k.ne[3] == v.ne[3]
         _expect(fits and k.ne[1:3] == v.ne[1:3], "flash_attn", q, k, v)
-        _expect(q.type == F32, "flash_attn: q must be F32", q)
+        _expect(q.type == F32 and _is_real(k) and _is_real(v), "flash_attn: types", q, k, v)
         _expect(mask.type == F16 and bool(self._c.ggml_is_contiguous(mask.ptr)), "flash_attn", mask)
         _expect(mask.ne[0] == k.ne[1] and mask.ne[1] >= q.ne[1], "flash_attn: mask", q, k, mask)
         self._dense_rows("flash_attn", q, k, v)
@@ -161,20 +165,22 @@ class Ops:
         contiguous = bool(self._c.ggml_is_contiguous(mask.ptr))
         _expect(mask.type in (F16, F32) and contiguous, "soft_max: mask", mask)
         _expect(mask.ne[0] == a.ne[0] and mask.ne[1] >= a.ne[1], "soft_max", a, mask)
+        repeats = a.ne[2] % mask.ne[2] == 0 and a.ne[3] % mask.ne[3] == 0
+        _expect(repeats, "soft_max: depth of the mask", a, mask)
         ptr = self._c.ggml_soft_max_ext(self.ctx.claim(), a.ptr, mask.ptr, scale, 0.0)
         return self._done(ptr)
 
     def reshape(self, a: Tensor, *ne: int) -> Tensor:
         """The contiguous tensor `a` with two or three other sizes of the same product."""
         n_old, n_new = _product(a.ne), _product(ne)
-        _expect(n_old == n_new and len(ne) in (2, 3), f"reshape to {list(ne)}", a)
+        _expect(n_old == n_new and len(ne) in (2, 3) and min(ne) > 0, f"reshape to {list(ne)}", a)
         _expect(bool(self._c.ggml_is_contiguous(a.ptr)), "reshape: not contiguous", a)
         call = self._c.ggml_reshape_2d if len(ne) == 2 else self._c.ggml_reshape_3d
         return self._done(call(self.ctx.claim(), a.ptr, *ne))
 
     def cont_2d(self, a: Tensor, ne0: int, ne1: int) -> Tensor:
         """A contiguous copy of `a` with sizes [ne0, ne1]."""
-        _expect(_product(a.ne) == ne0 * ne1, f"cont_2d to {[ne0, ne1]}", a)
+        _expect(_product(a.ne) == ne0 * ne1 and ne0 > 0, f"cont_2d to {[ne0, ne1]}", a)
         return self._done(self._c.ggml_cont_2d(self.ctx.claim(), a.ptr, ne0, ne1))
 
     def permute(self, a: Tensor, *axes: int) -> Tensor:
@@ -187,9 +193,12 @@ class Ops:
     ) -> Tensor:
         """A view of `a` with sizes `ne`; `strides` of axes 1 … in bytes; inside a's memory."""
         _expect(len(ne) in (1, 2, 3) and len(strides) == len(ne) - 1, "view: sizes", a)
+        _expect(min(*ne, *strides, offset + 1) > 0, "view: sizes", a)
+        whole = ne[0] % int(self._c.ggml_blck_size(a.type)) == 0
+        _expect(whole, f"view: {ne[0]} values are no whole blocks", a)
         row = int(self._c.ggml_row_size(a.type, ne[0]))
         last = offset + row + sum((n - 1) * nb for n, nb in zip(ne[1:], strides, strict=True))
-        _expect(min(ne) >= 1 and last <= int(self._c.ggml_nbytes(a.ptr)), "view: out of bounds", a)
+        _expect(last <= int(self._c.ggml_nbytes(a.ptr)), "view: out of bounds", a)
         call = (self._c.ggml_view_1d, self._c.ggml_view_2d, self._c.ggml_view_3d)[len(ne) - 1]
         return self._done(call(self.ctx.claim(), a.ptr, *ne, *strides, offset))
 
@@ -197,6 +206,8 @@ class Ops:
         self, type_: int, ne: Sequence[int], args: Sequence[Tensor], function: int, userdata: int
     ) -> Tensor:
         """A node computed by the C function at address `function` from `args`."""
+        if not 1 <= len(ne) <= 4 or min(ne) < 1:
+            raise BackendError(f"custom: expected one to four sizes >= 1, got {list(ne)}")
         full = (*ne, 1, 1, 1)[:4]
         array = self._custom_args(args, limit=10)
         ptr = self._c.ggml_custom_4d(
@@ -225,6 +236,8 @@ class Ops:
         return self.lib.ffi.new("struct ggml_tensor *[]", [arg.ptr for arg in args])
 
     def _custom_call(self, function: int, userdata: int) -> tuple[Any, int, Any]:
+        if function == 0:
+            raise BackendError("a custom node without a function")
         ffi = self.lib.ffi
         return (
             ffi.cast("ggml_custom_op_t", function),
@@ -257,6 +270,11 @@ def _product(ne: Sequence[int]) -> int:
     for size in ne:
         n *= size
     return n
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether products can read it: a float or quantised type."""
+    return tensor.type not in STORAGE_ONLY
 
 
 def _expect(condition: bool, what: str, *tensors: Tensor) -> None:

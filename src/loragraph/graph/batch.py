@@ -8,14 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.mix import Mix
+from loragraph.graph.stretches import Stretches
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Tokens of any sequences, each with its place and its adapters; `mixes[i]` is named by mix.
 
-    Every array has one entry a token. A token sees the cells of its own sequence up to itself:
-    here, with one sequence a context, cells [0, cell of the token].
+    A row is a token of the step; a sequence's rows stand together, ascending by position. It sees
+    the cells that `stretches` names for it: its own sequence up to itself, whatever cells those
+    are. There may be no output at all (a step of prompts that do not end yet).
     """
 
     tokens: NDArray[np.int32]  # (n_tokens,) i32
@@ -24,6 +26,7 @@ class Batch:
     mix: NDArray[np.int32]  # (n_tokens,) i32, index into mixes
     mixes: tuple[Mix, ...]
     outputs: NDArray[np.int32]  # (n_outputs,) i32, ascending indices of tokens whose logits count
+    stretches: Stretches  # what each row sees
 
     @classmethod
     def of_one(
@@ -32,7 +35,8 @@ class Batch:
         """Tokens of one sequence that fills its cells in order from `first`, all with one mix."""
         places = np.arange(first, first + len(tokens))
         none = np.zeros(len(tokens), np.int32)
-        return cls(tokens, places.astype(np.int32), places, none, (mix,), outputs)
+        seen = Stretches.of_one(first, len(tokens))
+        return cls(tokens, places.astype(np.int32), places, none, (mix,), outputs, seen)
 
     @property
     def n_tokens(self) -> int:
@@ -47,4 +51,6 @@ class Batch:
     @property
     def adapted(self) -> bool:
         """Whether some token carries an adapter."""
-        return any(self.mixes[i] for i in np.unique(self.mix))
+        if len(self.mixes) == 1:
+            return bool(self.mixes[0]) and self.n_tokens > 0
+        return any(self.mixes[i] for i in set(self.mix.tolist()))

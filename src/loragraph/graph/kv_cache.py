@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loragraph.ggml.handles import Buffer, Tensor, TensorContext
+from loragraph.ggml.handles import Buffer, Tensor, TensorContext, array_view
 from loragraph.ggml.lib import Library
 from loragraph.model.hparams import HParams
 
@@ -17,6 +17,7 @@ class KvCache:
     def __init__(
         self, lib: Library, hparams: HParams, n_cells: int, type_: int, *, v_transposed: bool
     ) -> None:
+        self._lib = lib
         self.n_cells = n_cells
         self.type = type_
         self.v_transposed = v_transposed
@@ -28,9 +29,31 @@ class KvCache:
             v_ne = (n_cells, width) if v_transposed else (width, n_cells)
             self.k.append(self._ctx.new_tensor(type_, (width, n_cells), f"cache_k_l{il}"))
             self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
-        self._buffer = Buffer.for_tensors(self._ctx)
+        try:
+            self._buffer = Buffer.for_tensors(self._ctx)
+        except BaseException:
+            self._ctx.close()
+            raise
+        self._buffer.prefer_huge_pages()
         # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
         lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+
+    def clear_from(self, first: int) -> None:
+        """Zeroes the cells [first, n_cells) of every layer."""
+        for k in self.k:
+            array_view(self._lib, k).reshape(self.n_cells, -1)[first:] = 0
+        for v in self.v:
+            values = array_view(self._lib, v)
+            if self.v_transposed:
+                values.reshape(-1, self.n_cells)[:, first:] = 0
+            else:
+                values.reshape(self.n_cells, -1)[first:] = 0
+
+    @staticmethod
+    def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:
+        """Bytes of `n_cells` cells of a ggml type."""
+        width = sum(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
+        return 2 * width * n_cells * int(lib.c.ggml_type_size(type_))
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,7 @@ class ModelFiles:
         self.path = Path(path)
         self._lib = lib
         self._maps: dict[Path, _Map] = {}
+        self._closed = False
         self.metadata = GGUFFile(lib, self.path)
         try:
             self.tensors = dict(self.metadata.tensors)
@@ -44,6 +45,7 @@ class ModelFiles:
 
     def close(self) -> None:
         """Unmaps and closes everything; no tensor may live in the maps any more."""
+        self._closed = True
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
@@ -64,11 +66,27 @@ class ModelFiles:
             raise GGUFError("the file became shorter while it was read", path=info.path)
         return self._lib.ffi.cast("void *", mapped.address + info.offset)
 
+    def check_sizes(self) -> None:
+        """GGUFError where a mapped file has become shorter: reading its lost pages would kill.
+
+        One system call a file; it cannot see a file that shrinks while a step reads it.
+        """
+        for path, mapped in self._maps.items():
+            if mapped.current_bytes() < mapped.nbytes:
+                raise GGUFError(
+                    f"the file became shorter while it was in use: expected {mapped.nbytes} "
+                    f"bytes, got {mapped.current_bytes()}",
+                    path=path,
+                    hint="replace a model file by renaming a new one over it",
+                )
+
     def release(self, info: TensorInfo) -> None:
         """Tells the system that a tensor's pages, copied elsewhere, need no memory any more."""
         self._map(info.path).release(info.offset, info.nbytes)
 
     def _map(self, path: Path) -> _Map:
+        if self._closed:
+            raise LifecycleError(f"the files of {self.path} were closed")
         if path not in self._maps:
             self._maps[path] = _Map(path)
         return self._maps[path]
@@ -127,7 +145,12 @@ class ModelFiles:
 
 
 class _Map:
-    """One file mapped read-only."""
+    """One file mapped read-only.
+
+    A map shows what the file holds at the time of reading: who writes into the file changes the
+    weights, and who truncates it lets the system end the process (SIGBUS) at the next read of a
+    lost page. Renaming another file over it is safe.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -135,10 +158,18 @@ class _Map:
                 self._mmap: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as exc:
             raise BackendError(f"{path} cannot be mapped: {exc.strerror}") from exc
+        except ValueError as exc:  # an empty file
+            raise GGUFError("the file became shorter while it was read", path=path) from exc
         self.nbytes = len(self._mmap)
         view = np.frombuffer(self._mmap, np.uint8)
         self.address = int(view.ctypes.data)
         del view  # a live view would forbid close()
+
+    def current_bytes(self) -> int:
+        """Size of the file now."""
+        if self._mmap is None:
+            raise LifecycleError("a model file was used after its close")
+        return self._mmap.size()
 
     def release(self, offset: int, nbytes: int) -> None:
         """Drops whole pages inside [offset, offset + nbytes); they are read again if touched."""

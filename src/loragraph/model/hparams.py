@@ -12,6 +12,8 @@ from loragraph.ggml.ops import Rope
 
 MAX_LAYERS = 1024
 _MAX_SIZE = 1 << 24  # no embedding, head or feed-forward width comes near
+_MAX_REAL = 3e38  # about the largest f32
+_ROPE_FACTORS = (2.0**-10, 2.0**20)  # outside, YaRN's corrections leave f32
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def read_hparams(file: GGUFFile, rope_mode: int) -> HParams:
         n_embd_head=n_embd_head,
         n_expert=file.integer(f"{arch}.expert_count", default=0, high=4096),
         n_expert_used=file.integer(f"{arch}.expert_used_count", default=0, high=4096),
-        norm_rms_eps=_epsilon(file, arch),
+        norm_rms_eps=_real(file, f"{arch}.attention.layer_norm_rms_epsilon", low=0),
         rope=_rope(file, arch, n_embd_head, n_ctx_train, rope_mode),
     )
 
@@ -123,17 +125,27 @@ def _head_size(file: GGUFFile, arch: str, n_embd: int, n_head: int) -> int:
 
 
 def _n_vocab(file: GGUFFile, arch: str) -> int:
-    key = f"{arch}.vocab_size"
-    if key in file:
-        return file.integer(key, low=1)
-    return max(1, file.array_length("tokenizer.ggml.tokens"))
+    """The tokens there are; as in llama.cpp, the key counts only where there are none."""
+    tokens = "tokenizer.ggml.tokens"
+    if tokens in file:
+        return max(1, file.array_length(tokens))
+    return file.integer(f"{arch}.vocab_size", low=1)
 
 
-def _epsilon(file: GGUFFile, arch: str) -> float:
-    key = f"{arch}.attention.layer_norm_rms_epsilon"
-    value = file.real(key)
-    if value < 0:
-        raise GGUFError(f"expected a value of at least 0, got {value}", path=file.path, where=key)
+def _real(
+    file: GGUFFile,
+    key: str,
+    default: float | None = None,
+    *,
+    low: float = -_MAX_REAL,
+    high: float = _MAX_REAL,
+) -> float:
+    """A number in [low, high], which ggml takes as f32."""
+    value = file.real(key, default)
+    if not low <= value <= high:
+        raise GGUFError(
+            f"expected a value from {low:g} to {high:g}, got {value:g}", path=file.path, where=key
+        )
     return value
 
 
@@ -151,21 +163,13 @@ def _rope(file: GGUFFile, arch: str, n_embd_head: int, n_ctx_train: int, mode: i
             f"{file.path}: {arch}.rope.scaling.type: expected none, linear or yarn, got {kind!r}",
             what=f"rope scaling {kind}",
         )
-    factor = file.real(
-        f"{arch}.rope.scaling.factor", default=file.real(f"{arch}.rope.scale_linear", default=0.0)
-    )
-    freq_base = file.real(f"{arch}.rope.freq_base", default=10000.0)
-    if freq_base <= 0 or factor < 0:
-        raise GGUFError(
-            f"expected a positive base and factor, got {freq_base} and {factor}",
-            path=file.path,
-            where=f"{arch}.rope.freq_base",
-        )
+    factor = _rope_factor(file, arch)
+    freq_base = _real(file, f"{arch}.rope.freq_base", default=10000.0, low=1e-30)
     freq_scale = (
         1.0 if factor == 0.0 or kind == "none" else float(np.float32(1) / np.float32(factor))
     )
     yarn = kind == "yarn"
-    attn_factor = file.real(f"{arch}.rope.scaling.attn_factor", default=1.0)
+    attn_factor = _real(file, f"{arch}.rope.scaling.attn_factor", default=1.0)
     return Rope(
         n_rot=n_rot,
         mode=mode,
@@ -178,6 +182,16 @@ def _rope(file: GGUFFile, arch: str, n_embd_head: int, n_ctx_train: int, mode: i
         ext_factor=1.0 if yarn else 0.0,
         attn_factor=attn_factor * (_yarn_attn_factor(freq_scale) if yarn else 1.0),
     )
+
+
+def _rope_factor(file: GGUFFile, arch: str) -> float:
+    """The stretch of positions; 0 = none, as in llama.cpp."""
+    key, old_key = f"{arch}.rope.scaling.factor", f"{arch}.rope.scale_linear"
+    key = old_key if key not in file and old_key in file else key
+    low, high = _ROPE_FACTORS
+    if file.real(key, default=0.0) == 0:
+        return 0.0
+    return _real(file, key, low=low, high=high)
 
 
 def _yarn_attn_factor(freq_scale: float) -> float:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
-from loragraph.ggml.handles import F32, Buffer, Tensor, TensorContext
+from loragraph.ggml.handles import F32, STORAGE_ONLY, Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.files import ModelFiles
 
@@ -21,6 +22,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 _MAP_ALIGNMENT = 32  # of a tensor inside a mapped file; ggml's own kernels assume it
+_COPY_ALIGNMENT = 64
 
 
 class Use(Enum):
@@ -114,6 +116,18 @@ class Weights:
                 hint="is general.architecture right?",
             )
 
+    def check_values(self) -> None:
+        """Reads every weight: GGUFError names one with NaN, infinite or absurd block scales."""
+        for weight in self.by_name.values():
+            info = weight.info
+            data = self.files.pointer(info)
+            if not self.lib.c.ggml_validate_row_data(info.type, data, info.nbytes):
+                raise GGUFError(
+                    "expected finite values, got NaN, infinity or a damaged block",
+                    path=info.path,
+                    where=info.name,
+                )
+
     def place(self, progress: Progress | None = None) -> None:
         """Loads every weight asked for; all or nothing."""
         try:
@@ -158,12 +172,14 @@ class Weights:
             raise GGUFError(
                 f"expected sizes {list(ne)}, got {list(info.ne)}", path=info.path, where=source
             )
+        if info.type in STORAGE_ONLY and use is not Use.VECTOR:
+            raise self._not_computable(name, info)
         if self._ctx is None:
             self._ctx = TensorContext(self.lib, 4 * len(self.files.tensors) + 16)
         tensor = self._ctx.new_tensor(info.type, ne, name)
         repack_type = self._best_buffer_type(info) if use is Use.LINEAR else None
         weight = Weight(name, tensor, info, use, repack_type, scale)
-        if use is Use.LINEAR and repack_type is None:
+        if use is not Use.VECTOR:
             self._check_computable(weight)
         self.by_name[name] = weight
         return weight
@@ -176,35 +192,51 @@ class Weights:
     def _place(self, progress: Progress) -> None:
         total = sum(weight.info.nbytes for weight in self.by_name.values())
         done = 0
-        mapped: dict[Any, Buffer] = {}
+        homes = self._reserve()
+        mapped: dict[Path, Buffer] = {}
         for weight in self.by_name.values():
-            kind = self._kind(weight)
-            if kind == "mapped":
+            if weight.name in homes:
+                self._copy(weight, *homes[weight.name])
+            else:
                 path = weight.info.path
                 if path not in mapped:
-                    mapped[path] = self._keep(
-                        Buffer.mapped(
-                            self.lib, self.files.address(path), self.files.mapped_bytes(path)
-                        )
-                    )
+                    address, nbytes = self.files.address(path), self.files.mapped_bytes(path)
+                    mapped[path] = self._keep(Buffer.mapped(self.lib, address, nbytes))
                 mapped[path].place(weight.tensor, weight.info.offset)
-            else:
-                self._copy(weight)
             done += weight.info.nbytes
             progress(done, total)
+        self.files.check_sizes()
         for buffer in self._buffers:
             buffer.use_for_weights()
 
-    def _copy(self, weight: Weight) -> None:
-        """Repacks or copies one weight into a buffer of its own."""
-        c, buft = self.lib.c, weight.repack_type
-        if buft is None:
-            buft = c.ggml_backend_cpu_buffer_type()
-        nbytes = int(c.ggml_backend_buft_get_alloc_size(buft, weight.tensor.ptr))
-        buffer = self._keep(Buffer.allocate(self.lib, nbytes, buft, clear=False))
-        buffer.place(weight.tensor, 0)
+    def _reserve(self) -> dict[str, tuple[Buffer, int]]:
+        """One buffer for all weights of a buffer type; buffer and offset of each that is copied.
+
+        One large buffer can have huge pages, which many small ones cannot.
+        """
+        c = self.lib.c
+        plain = c.ggml_backend_cpu_buffer_type()
+        offsets: dict[str, tuple[Any, int]] = {}
+        sizes: dict[Any, int] = {}
+        for weight in self.by_name.values():
+            if self._kind(weight) == "mapped":
+                continue
+            buft = weight.repack_type if weight.repacked else plain
+            start = -(-sizes.get(buft, 0) // _COPY_ALIGNMENT) * _COPY_ALIGNMENT
+            offsets[weight.name] = (buft, start)
+            nbytes = c.ggml_backend_buft_get_alloc_size(buft, weight.tensor.ptr)
+            sizes[buft] = start + int(nbytes)
+        buffers: dict[Any, Buffer] = {}
+        for buft, nbytes in sizes.items():
+            buffers[buft] = self._keep(Buffer.allocate(self.lib, nbytes, buft, clear=False))
+            buffers[buft].prefer_huge_pages()
+        return {name: (buffers[buft], start) for name, (buft, start) in offsets.items()}
+
+    def _copy(self, weight: Weight, buffer: Buffer, offset: int) -> None:
+        """Copies one weight into its place; a repacking buffer changes its layout."""
+        buffer.place(weight.tensor, offset)
         data = self.files.pointer(weight.info)
-        c.ggml_backend_tensor_set(weight.tensor.ptr, data, 0, weight.info.nbytes)
+        self.lib.c.ggml_backend_tensor_set(weight.tensor.ptr, data, 0, weight.info.nbytes)
         self.files.release(weight.info)
 
     def _keep(self, buffer: Buffer) -> Buffer:
@@ -240,12 +272,21 @@ class Weights:
                 return bool(lib.c.ggml_backend_dev_supports_op(self.device, product))
 
     def _check_computable(self, weight: Weight) -> None:
-        if not self._multiplies(weight.info, None):
-            type_name = self.lib.text(self.lib.c.ggml_type_name(weight.tensor.type))
-            raise UnsupportedError(
-                f"{weight.info.path}: {weight.name}: ggml cannot multiply type {type_name} here",
-                what=f"type {type_name}",
-            )
+        """A type without a dot product on the CPU ends the process there, in get_rows too.
+
+        The device itself says yes to Q8_K, I32 and their like, so its table is asked as well.
+        """
+        traits = self.lib.c.ggml_get_type_traits_cpu(weight.tensor.type)
+        has_product = traits.vec_dot != self.lib.ffi.NULL
+        if not has_product or not (weight.repacked or self._multiplies(weight.info, None)):
+            raise self._not_computable(weight.name, weight.info)
+
+    def _not_computable(self, name: str, info: TensorInfo) -> UnsupportedError:
+        type_name = self.lib.text(self.lib.c.ggml_type_name(info.type))
+        return UnsupportedError(
+            f"{info.path}: {name}: ggml cannot multiply type {type_name} here",
+            what=f"type {type_name}",
+        )
 
 
 def extra_buffer_types(lib: Library, device: Any) -> list[Any]:

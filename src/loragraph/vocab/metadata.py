@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -175,11 +176,16 @@ def _merges(file: GGUFFile) -> list[bytes]:
         raise _error(file, key, "expected the merges of a BPE tokenizer, got none")
     _checked_length(file, key, 0, MAX_MERGES)
     merges = file.raw_strings(key)
-    for index, merge in enumerate(merges):
-        if merge.find(b" ", 1) < 0 or len(merge) > 2 * MAX_TOKEN_BYTES:
-            raise _error(
-                file, key, f"merge {index}: expected two parts with a space, got {merge[:80]!r}"
-            )
+    spaces = np.fromiter(map(bytes.find, merges, repeat(b" "), repeat(1)), np.int64, len(merges))
+    lengths = np.fromiter(map(len, merges), np.int64, len(merges))
+    wrong = (spaces < 0) | (lengths > 2 * MAX_TOKEN_BYTES)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise _error(
+            file,
+            key,
+            f"merge {index}: expected two parts with a space, got {merges[index][:80]!r}",
+        )
     return merges
 
 

@@ -26,8 +26,8 @@ LOOPS = frozenset(
 )
 """Names whose every expression is matched by a loop, or matches a single character."""
 
-REFUSED = frozenset(("exaone-moe", "whitespace"))
-"""Names whose expression backtracks exponentially, and whose words break an assertion."""
+REFUSED = frozenset(("exaone-moe", "superbpe", "whitespace"))
+"""Names whose expression backtracks without bound (two), and whose words break an assertion."""
 
 MAX_REGEX_CHARS = 1 << 17
 """Longest text for a pre-tokenizer that recurses."""

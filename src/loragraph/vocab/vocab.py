@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import Any, Self
@@ -13,6 +13,7 @@ from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.handles import Handle
 from loragraph.ggml.lib import Library
 from loragraph.vocab.metadata import VocabMetadata
+from loragraph.vocab.pieces import PieceIndex
 from loragraph.vocab.pretokenizers import LOOPS, with_deep_stack
 
 MAX_TEXT_BYTES = 1 << 22
@@ -153,6 +154,19 @@ class Vocab(Handle):
         is_eog = map(self.lib.c.llama_vocab_is_eog, repeat(self._open), range(self.n_tokens))
         return frozenset(token for token, ends in enumerate(is_eog) if ends)
 
+    @cached_property
+    def piece_index(self) -> PieceIndex:
+        """All pieces, sorted for matching against a grammar; made at the first call."""
+        return PieceIndex.build(self._pieces(), self.eog_tokens)
+
+    def _pieces(self) -> Iterator[bytes]:
+        get, vocab, unpack = self.lib.c.llama_token_to_piece, self._open, self.lib.ffi.unpack
+        size = 256
+        buffer = self.lib.ffi.new("char[]", size)  # one for all: allocation is most of the cost
+        for token in range(self.n_tokens):
+            n = get(vocab, token, buffer, size, 0, True)
+            yield unpack(buffer, n) if n >= 0 else self.piece(token)
+
     @property
     def vocab_ptr(self) -> Any:
         """libllama's `llama_vocab *`, borrowed until close()."""
@@ -226,8 +240,10 @@ class Vocab(Handle):
 
 
 def _utf8(text: str | bytes) -> bytes:
+    if not isinstance(text, str | bytes):  # bytes(5) would be five zeros
+        raise TypeError(f"expected text, got {type(text).__name__}")
     try:
-        data = text.encode() if isinstance(text, str) else bytes(text)
+        data = text.encode() if isinstance(text, str) else text
         if isinstance(text, bytes):
             data.decode()
     except (UnicodeEncodeError, UnicodeDecodeError) as exc:

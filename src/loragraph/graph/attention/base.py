@@ -12,6 +12,7 @@ from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import KvCache
+from loragraph.graph.stretches import mask_from
 
 CELL_QUANTUM = 256
 """The number of cells a graph walks is a multiple of this, so that it stays valid for a while."""
@@ -53,13 +54,12 @@ class Attention(Protocol):
 
 
 def write_causal_mask(inputs: Inputs, batch: Batch, n_kv: int) -> None:
-    """mask (n_tokens, n_kv): 0 where the cell is at or before the token's own, else -inf.
-
-    One sequence fills its cells in order, so a cell's index is its position.
-    """
+    """mask (n_tokens, n_kv): 0 where the row sees the cell, else -inf."""
     mask = inputs.view("mask", batch.n_tokens * n_kv).reshape(batch.n_tokens, n_kv)
     mask.fill(-np.inf)
-    if batch.n_tokens == 1:
-        mask[0, : batch.cells[0] + 1] = 0
+    seen = batch.stretches
+    if batch.n_tokens == 1 and len(seen.run_start) == 1:  # the Context's decode step, kept cheap
+        start = seen.run_start[0]
+        mask[0, start + seen.row_begin[0] : start + seen.row_end[0]] = 0
     else:
-        mask[np.arange(n_kv)[None, :] <= batch.cells[:, None]] = 0
+        mask[mask_from(seen, batch.n_tokens, n_kv)] = 0

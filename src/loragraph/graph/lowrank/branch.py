@@ -43,11 +43,15 @@ class _AdapterTensors:
         self._buffers: list[Buffer] = []
         self._kept: list[Factor] = []
         self.by_target: dict[str, list[_BranchPair]] = {}
-        for pair in pairs:
-            tensors = _BranchPair(
-                self._tensor(pair, pair.a), self._tensor(pair, pair.b), pair.scale
-            )
-            self.by_target.setdefault(pair.target, []).append(tensors)
+        try:
+            for pair in pairs:
+                tensors = _BranchPair(
+                    self._tensor(pair, pair.a), self._tensor(pair, pair.b), pair.scale
+                )
+                self.by_target.setdefault(pair.target, []).append(tensors)
+        except BaseException:
+            self.close()
+            raise
 
     def _tensor(self, pair: TargetPair, factor: Factor) -> Tensor:
         ne = factor.ne if factor.ne[2] > 1 else factor.ne[:2]
@@ -91,14 +95,22 @@ class BranchLowering:
         """Any mix will do."""
 
     def attach(self, mix: Mix) -> None:
-        """Makes tensors of adapters not seen before; counts changes of the set."""
+        """Makes tensors of adapters not seen before; counts changes of the set. All or nothing."""
+        new: dict[Adapter, _AdapterTensors] = {}
+        try:
+            for adapter in mix.adapters:
+                if adapter not in self._tensors:
+                    new[adapter] = _AdapterTensors(self._lib, adapter, tied=self._tied)
+        except BaseException:
+            for tensors in new.values():
+                tensors.close()
+            raise
         if self._set is not None and mix != self._set:
             self.n_set_changes += 1
-            self._drop(keep=mix)
         self._set = mix
-        for adapter in mix.adapters:
-            if adapter not in self._tensors:
-                self._tensors[adapter] = _AdapterTensors(self._lib, adapter, tied=self._tied)
+        self._tensors |= new
+        for adapter in self._tensors.keys() - set(mix.adapters):
+            self._tensors.pop(adapter).close()
 
     def begin(self, batch: Batch) -> GraphLowering:
         """The branch of the batch's set."""
@@ -115,10 +127,6 @@ class BranchLowering:
         for tensors in self._tensors.values():
             tensors.close()
         self._tensors.clear()
-
-    def _drop(self, keep: Mix) -> None:
-        for adapter in self._tensors.keys() - set(keep.adapters):
-            self._tensors.pop(adapter).close()
 
 
 class _BranchGraph:

@@ -56,19 +56,22 @@ class Resident:
         }
         self.slots: dict[Adapter, int] = {}
         self.floats_per_entry = 0
+        self.n_changes = 0  # of slots: what was written by slot before is stale after
 
     def hold(self, adapters: Iterable[Adapter]) -> None:
-        """Makes exactly these adapters resident; the rest leave their slots."""
+        """Makes exactly these adapters resident; the rest leave their slots. All or nothing."""
         wanted = set(adapters)
+        self.n_changes += 1
         if len(wanted) > self.n_slots:
             raise CapacityError(
                 f"expected at most {self.n_slots} adapters at once, got {len(wanted)}"
             )
+        prepared = [self._prepared.get(adapter) for adapter in wanted]
         for adapter in self.slots.keys() - wanted:
             self._remove(adapter)
         for adapter in wanted - self.slots.keys():
             self._place(adapter)
-        ranks = [pair.rank for a in wanted for pair in self._prepared.get(a).values()]
+        ranks = [pair.rank for pairs in prepared for pair in pairs.values()]
         self.floats_per_entry = MAX_TARGETS_PER_SHRINK * max(ranks, default=0)
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ class RoutedLowering:
         self._resident = resident
         self._max_mix = max_mix
         self._steps = {rows: LowrankStep(n_batch * max_mix, resident.n_slots, 0) for rows in RowSet}
+        self._written: Hashable = None
 
     def graph_key(self, batch: Batch) -> Hashable:
         """Only whether some token carries an adapter."""
@@ -77,6 +78,11 @@ class RoutedLowering:
         """Writes both row sets as groups of rows by adapter."""
         if not batch.adapted:
             return
+        arrays = (batch.mix.tobytes(), batch.outputs.tobytes())
+        written = (self._resident.n_changes, batch.mixes, *arrays)
+        if written == self._written:  # as in most decodes: the last step's rows again
+            return
+        self._written = None
         slots = self._resident.slots
         rows_of = {
             RowSet.TOKENS: batch.mix,
@@ -86,6 +92,7 @@ class RoutedLowering:
             step = self._steps[rows]
             step.reserve(self._resident.floats_per_entry)
             step.write(group_rows(mix, batch.mixes, slots))
+        self._written = written
 
     def close(self) -> None:
         """Lets the resident adapters go."""

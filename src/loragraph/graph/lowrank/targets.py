@@ -8,12 +8,11 @@ lora_a := Bᵀ and lora_b := A.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.adapters.adapter import Adapter, LoraPair
+from loragraph.adapters.adapter import Adapter, LoraPair, allocate_block
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD
 from loragraph.ggml.handles import F32, Q8_0
 from loragraph.kernels.pairs import transpose_b
@@ -70,7 +69,8 @@ def _head(adapter: Adapter, pair: LoraPair) -> TargetPair:
 def _transposed(adapter: Adapter, pair: LoraPair, n_embd: int) -> Factor:
     """Bᵀ as [n_embd, rank], exact; Q8_0's blocks cannot turn, so those values become float32."""
     if pair.b.type == Q8_0:
-        values: NDArray[Any] = np.ascontiguousarray(adapter.array(pair.b).T)
-        return Factor(values.reshape(-1).view(np.uint8), F32, (n_embd, pair.rank, 1))
+        data = allocate_block(4 * n_embd * pair.rank)
+        data.view(np.float32).reshape(pair.rank, n_embd)[:] = adapter.array(pair.b).T
+        return Factor(data, F32, (n_embd, pair.rank, 1))
     turned = transpose_b(adapter.raw(pair.b), pair.b.type, pair.rank, n_embd)
     return Factor(turned.values, pair.b.type, (n_embd, pair.rank, 1))

@@ -1,0 +1,30 @@
+"""Asks the system for huge pages under large buffers.
+
+Every step walks all weights and cells; with pages of 4 KiB much of that is address translation,
+and filling a fresh buffer is mostly page faults.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from cffi import FFI
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14  # linux/mman.h
+
+
+def prefer_huge_pages(address: int, nbytes: int) -> bool:
+    """For whole huge pages inside [address, address + nbytes), before they are first written.
+
+    Only a wish: False where the system has no such call, or where the range holds no huge page.
+    """
+    start = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    length = (address + nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if length <= 0 or not sys.platform.startswith("linux"):
+        return False
+    ffi: Any = FFI()
+    ffi.cdef("int madvise(void *address, size_t length, int advice);")
+    libc = ffi.dlopen(None)
+    return bool(libc.madvise(ffi.cast("void *", start), length, _MADV_HUGEPAGE) == 0)

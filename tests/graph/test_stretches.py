@@ -1,0 +1,67 @@
+"""Stretches: what rows see, as ranges of runs of cells, against a mask written cell by cell."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loragraph.adapters.mix import EMPTY_MIX
+from loragraph.graph.batch import Batch
+from loragraph.graph.stretches import Stretches, mask_from
+
+# Two sequences share positions 0-3 (cells 8-10, 2); the first goes on with cells 20, 21 (rows 0, 1),
+# the second with cell 5 (row 2).
+RUNS = [[(8, 3), (2, 1)], [(20, 2)], [(5, 1)]]
+FIRST = [0, 4, 4]
+VIEWS = [(0, 0, 2, 4, 6), (1, 0, 2, 4, 6), (0, 2, 1, 4, 5), (2, 2, 1, 4, 5)]
+
+
+def cells_seen(stretches: Stretches, n_rows: int) -> list[list[int]]:
+    """The cells that each row sees, in ascending order."""
+    return [np.flatnonzero(row).tolist() for row in mask_from(stretches, n_rows, 32)]
+
+
+def test_rows_see_shared_and_own_cells() -> None:
+    """A row sees the shared stretch whole and its own up to itself."""
+    stretches = Stretches.of_views(RUNS, FIRST, VIEWS)
+    assert cells_seen(stretches, 3) == [[2, 8, 9, 10, 20], [2, 8, 9, 10, 20, 21], [2, 5, 8, 9, 10]]
+
+
+def test_shared_stretch_stands_once() -> None:
+    """A prefix that all rows share is one stretch, with all their rows, ascending."""
+    stretches = Stretches.of_views(RUNS, FIRST, VIEWS)
+    assert stretches.run_ptr.tolist() == [0, 2, 3, 4]
+    assert stretches.row_ptr.tolist() == [0, 3, 5, 6]
+    assert stretches.row.tolist() == [0, 1, 2, 0, 1, 2]
+    assert stretches.row_end.tolist() == [4, 4, 4, 1, 2, 1]
+    arrays = [getattr(stretches, name) for name in Stretches.__slots__]
+    assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
+
+
+def test_rows_before_a_stretch_do_not_see_it() -> None:
+    """Rows of a chunk that begin before a stretch are not among its views."""
+    stretches = Stretches.of_views([[(0, 2)], [(7, 2)]], [0, 2], [(0, 0, 4, 0, 4), (1, 0, 4, 0, 4)])
+    assert stretches.row.tolist() == [0, 1, 2, 3, 2, 3]
+    assert cells_seen(stretches, 4) == [[0], [0, 1], [0, 1, 7], [0, 1, 7, 8]]
+
+
+def test_end_bounds_a_view() -> None:
+    """A view's end hides the positions from there on, whatever the stretch holds."""
+    stretches = Stretches.of_views([[(0, 4)], [(9, 1)]], [0, 3], [(0, 0, 1, 3, 3), (1, 0, 1, 3, 4)])
+    assert cells_seen(stretches, 1) == [[0, 1, 2, 9]]
+
+
+def test_window_keeps_the_last_positions() -> None:
+    """In a window of n, a row at p sees positions p - n + 1 to p, and stretches keep numbers."""
+    positions = np.array([4, 5, 4], np.int32)
+    windowed = Stretches.of_views(RUNS, FIRST, VIEWS).windowed(positions, 2)
+    assert cells_seen(windowed, 3) == [[2, 20], [20, 21], [2, 5]]
+    nothing = Stretches.of_views(RUNS, FIRST, VIEWS).windowed(positions, 1)
+    assert nothing.row_ptr.tolist() == [0, 0, 2, 3]
+    assert cells_seen(nothing, 3) == [[20], [21], [5]]
+
+
+def test_batch_of_one_is_causal() -> None:
+    """A Context's batch sees the cells from 0 to its own."""
+    batch = Batch.of_one(np.arange(3, dtype=np.int32), 4, EMPTY_MIX, np.array([2], np.int32))
+    mask = mask_from(batch.stretches, 3, 9)
+    assert (mask == (np.arange(9) <= batch.cells[:, None])).all()
