@@ -34,12 +34,12 @@ from loragraph.ggml.handles import (
 )
 from loragraph.ggml.lib import load_library
 from loragraph.ggml.ops import Ops
+from loragraph.graph.stretches import Stretches
 from loragraph.kernels.attention import (
     AttendNode,
     AttentionStep,
     LayerShape,
     ReduceNode,
-    Stretches,
 )
 from loragraph.kernels.lowrank import dispatch, forced_dispatch
 
@@ -147,14 +147,15 @@ def own(n_rows: int, n_own: int, n_cells: int, size: int = BLOCK) -> Stretches:
     length[-1] = n_own - size * (per_row - 1)
     rows = np.arange(n_rows)
     ptr = np.arange(n_rows + 1)
-    parts = (ptr * per_row, order, np.tile(length, n_rows), ptr, rows, rows * 0, rows * 0 + n_own)
+    runs = (ptr * per_row, order, np.tile(length, n_rows), rows * 0)
+    parts = (*runs, ptr, rows, rows * 0, rows * 0 + n_own)
     return Stretches(*(part.astype(np.int32) for part in parts))
 
 
 def shared(n_rows: int, n_shared: int) -> Stretches:
     """All rows on the same cells."""
     rows = np.arange(n_rows)
-    parts = ([0, 1], [0], [n_shared], [0, n_rows], rows, rows * 0, rows * 0 + n_shared)
+    parts = ([0, 1], [0], [n_shared], [0], [0, n_rows], rows, rows * 0, rows * 0 + n_shared)
     return Stretches(*(np.asarray(part, np.int32) for part in parts))
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.graph.stretches import Stretches
 from loragraph.kernels.attention import (
     AttendNode,
     AttentionStep,
     LayerShape,
-    Stretches,
     run_attention,
 )
 from loragraph.kernels.pairs import F16
@@ -98,9 +98,11 @@ def to_lists(stretches: Sequence[Stretch]) -> Stretches:
         seen += stretch.seen
         run_ptr.append(len(starts))
         row_ptr.append(len(seen))
-    columns = np.array(seen, np.int32).reshape(-1, 3).T.copy()
-    flat = [np.array(part, np.int32) for part in (run_ptr, starts, lengths, row_ptr)]
-    return Stretches(*flat, *columns)
+    row, begin, end = np.array(seen, np.int32).reshape(-1, 3).T.copy()
+    firsts = np.zeros(len(stretches), np.int32)  # positions, which the kernel does not read
+    runs, lengths32 = np.array(starts, np.int32), np.array(lengths, np.int32)
+    pointers = np.array(run_ptr, np.int32), np.array(row_ptr, np.int32)
+    return Stretches(pointers[0], runs, lengths32, firsts, pointers[1], row, begin, end)
 
 
 def run_native(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from loragraph.errors import UnsupportedError
-from loragraph.kernels.attention import AttendNode, AttentionStep, LayerShape, Stretches
+from loragraph.graph.stretches import Stretches
+from loragraph.kernels.attention import AttendNode, AttentionStep, LayerShape
 from loragraph.kernels.lowrank import forced_dispatch, function_address, instruction_sets
 from loragraph.kernels.pairs import BF16, F16, F32, Q8_0
 from tests.kernels.attention_cases import (
@@ -223,15 +225,18 @@ def test_false_lists_are_refused() -> None:
 
 def test_torn_lists_are_refused() -> None:
     """Pointers that do not fit their arrays, and arrays of another type, are refused."""
-    zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-    ptr = np.array([0, 1], np.int32)
-    with pytest.raises(ValueError, match="pointers from 0 to 1"):
-        Stretches(np.array([0, 2], np.int32), zero, one, ptr, zero, zero, one)
-    with pytest.raises(ValueError, match="equal length"):
-        Stretches(ptr, zero, one, ptr, zero, zero, ptr)
+    step, good = AttentionStep(1), to_lists([Stretch(range(4), [(0, 0, 4)])])
     wide: Any = np.ones(1)
-    with pytest.raises(ValueError, match="expected contiguous i32"):
-        AttentionStep(1).write(Stretches(ptr, zero, one, ptr, zero, zero, wide), 1, 8)
+    two = np.zeros(2, np.int32)
+    for change, message in (
+        ({"run_ptr": np.array([0, 2], np.int32)}, "pointers do not fit"),
+        ({"row_ptr": np.array([1, 1], np.int32)}, "pointers do not fit"),
+        ({"row_ptr": np.zeros(1, np.int32)}, r"row_ptr: expected contiguous \(2,\) i32"),
+        ({"row_end": two}, r"row_end: expected contiguous \(1,\) i32, got \(2,\)"),
+        ({"row_end": wide}, "row_end: expected contiguous .* float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step.write(replace(good, **change), 1, 8)
 
 
 def test_unsupported_shapes_are_named() -> None:

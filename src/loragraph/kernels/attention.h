@@ -24,6 +24,8 @@ typedef struct {
     int32_t n_rows;
     int32_t n_stretches;
     int32_t n_cells;           /* of the cache: no run reaches beyond */
+    int32_t n_runs;
+    int32_t n_seen;
     const int32_t *run_ptr;    /* [n_stretches + 1] into the runs */
     const int32_t *run_start;  /* [n_runs] first cell */
     const int32_t *run_length; /* [n_runs] */
@@ -100,7 +102,8 @@ typedef struct {
 } attention_node;
 
 /* Makes the plan. 0: done; 1: room is lacking, need_* say how much; -1 a run leaves the cache, -2 no such row,
- * -3 a range leaves its stretch or is empty, -4 a row sees nothing. After anything but 0 the plan is empty. */
+ * -3 a range leaves its stretch or is empty, -4 a row sees nothing, -5 pointers do not fit their lists. After
+ * anything but 0 the plan is empty. */
 int loragraph_attention_plan(attention_step *step, const attention_lists *lists);
 
 int64_t loragraph_attention_scratch_floats(int n_embd_k, int n_embd_v); /* of one thread */

@@ -7,7 +7,7 @@ custom nodes. Knows nothing of ggml's objects, of sequences or of the prefix tre
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,48 +28,45 @@ _FAULTS = {
     -2: "a stretch names a row that the step does not have",
     -3: "a row's range is empty or leaves its stretch",
     -4: "a row sees no cell",
+    -5: "the pointers do not fit the lists",
 }
 _MORE_ROOM = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stretches:
-    """Pieces of paths of the prefix tree, with the rows (query tokens of the step) that see them.
+class CellLists(Protocol):
+    """Stretches of cells, with the rows (query tokens of the step) that see them; all contiguous.
 
     A stretch's cells are its runs one after another. A row sees the union over the stretches that
     name it; their order is the order of its path. Every row sees at least its own cell.
     """
 
-    run_ptr: NDArray[np.int32]  # (n_stretches + 1,) i32 into the runs
-    run_start: NDArray[np.int32]  # (n_runs,) i32 first cell
-    run_length: NDArray[np.int32]  # (n_runs,) i32
-    row_ptr: NDArray[np.int32]  # (n_stretches + 1,) i32 into the three below
-    row: NDArray[np.int32]  # (n_seen,) i32
-    row_begin: NDArray[np.int32]  # (n_seen,) i32 half-open range of the stretch's cells, by ordinal
-    row_end: NDArray[np.int32]  # (n_seen,) i32
-
-    def __post_init__(self) -> None:
-        n_runs, n_seen = len(self.run_start), len(self.row)
-        for ptr, n in ((self.run_ptr, n_runs), (self.row_ptr, n_seen)):
-            falls = len(ptr) > 1 and int(np.diff(ptr).min()) < 0
-            if len(ptr) != len(self.run_ptr) or ptr[0] != 0 or ptr[-1] != n or falls:
-                raise ValueError(f"stretches: expected pointers from 0 to {n}, got {ptr}")
-        if len(self.run_length) != n_runs or not len(self.row_begin) == len(self.row_end) == n_seen:
-            raise ValueError("stretches: expected arrays of equal length")
+    @property
+    def run_ptr(self) -> NDArray[np.int32]:
+        """(n_stretches + 1,) i32 into the runs."""
 
     @property
-    def n_stretches(self) -> int:
-        """Number of stretches."""
-        return len(self.run_ptr) - 1
+    def run_start(self) -> NDArray[np.int32]:
+        """(n_runs,) i32 first cell."""
 
-    @classmethod
-    def of_one(cls, first: int, n_tokens: int) -> Stretches:
-        """Rows 0 … n_tokens - 1 of one sequence in cells 0, 1, …: row i sees [0, first + i + 1)."""
-        rows = np.arange(n_tokens, dtype=np.int32)
-        one = np.array([0, 1], np.int32)
-        start, length = np.zeros(1, np.int32), np.array([first + n_tokens], np.int32)
-        seen = np.array([0, n_tokens], np.int32)
-        return cls(one, start, length, seen, rows, np.zeros_like(rows), rows + np.int32(first + 1))
+    @property
+    def run_length(self) -> NDArray[np.int32]:
+        """(n_runs,) i32."""
+
+    @property
+    def row_ptr(self) -> NDArray[np.int32]:
+        """(n_stretches + 1,) i32 into the three below."""
+
+    @property
+    def row(self) -> NDArray[np.int32]:
+        """(n_seen,) i32."""
+
+    @property
+    def row_begin(self) -> NDArray[np.int32]:
+        """(n_seen,) i32 half-open range of the stretch's cells, by ordinal."""
+
+    @property
+    def row_end(self) -> NDArray[np.int32]:
+        """(n_seen,) i32."""
 
 
 class AttentionStep:
@@ -112,7 +109,7 @@ class AttentionStep:
         partial = int(lib.loragraph_attention_partial_floats(n_head, n_embd_v))
         self._floats_per_partial = max(self._floats_per_partial, partial)
 
-    def write(self, stretches: Stretches, n_rows: int, n_cells: int) -> None:
+    def write(self, stretches: CellLists, n_rows: int, n_cells: int) -> None:
         """Plans a step of `n_rows` rows over a cache of `n_cells`; ValueError for false lists."""
         lists = _c_lists(stretches, n_rows, n_cells)
         if n_rows > self._struct.max_rows:
@@ -259,14 +256,26 @@ def run_attention(attend: AttendNode, n_threads: int = 1) -> None:
             function(ffi.NULL, ith, n_threads, ffi.cast("void *", node.userdata))
 
 
-def _c_lists(stretches: Stretches, n_rows: int, n_cells: int) -> Any:
-    lists = ffi.new("attention_lists *")
-    lists.n_rows = n_rows
-    lists.n_stretches = stretches.n_stretches
-    lists.n_cells = n_cells
-    for name in Stretches.__dataclass_fields__:
-        array = getattr(stretches, name)
-        if array.dtype != np.int32 or not array.flags.c_contiguous:
-            raise ValueError(f"{name}: expected contiguous i32, got {array.dtype}")
-        setattr(lists, name, pointer(array, "int32_t *"))
-    return lists
+def _c_lists(lists: CellLists, n_rows: int, n_cells: int) -> Any:
+    struct = ffi.new("attention_lists *")
+    struct.n_rows = n_rows
+    struct.n_cells = n_cells
+    struct.n_stretches = len(lists.run_ptr) - 1
+    struct.n_runs = len(lists.run_start)
+    struct.n_seen = len(lists.row)
+    for name, n in (
+        ("run_ptr", struct.n_stretches + 1),
+        ("run_start", struct.n_runs),
+        ("run_length", struct.n_runs),
+        ("row_ptr", struct.n_stretches + 1),
+        ("row", struct.n_seen),
+        ("row_begin", struct.n_seen),
+        ("row_end", struct.n_seen),
+    ):
+        array = getattr(lists, name)
+        if array.dtype != np.int32 or array.shape != (n,) or not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name}: expected contiguous ({n},) i32, got {array.shape} {array.dtype}"
+            )
+        setattr(struct, name, pointer(array, "int32_t *"))
+    return struct

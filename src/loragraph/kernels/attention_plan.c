@@ -27,9 +27,20 @@ static int64_t stretch_cells(const attention_lists *lists, int stretch) {
     return n;
 }
 
+/* Whether ptr rises from 0 to n. */
+static int is_csr(const int32_t *ptr, int32_t n_lists, int32_t n) {
+    for (int32_t i = 0; i < n_lists; i++)
+        if (ptr[i] > ptr[i + 1])
+            return 0;
+    return n_lists >= 0 && ptr[0] == 0 && ptr[n_lists] == n;
+}
+
 /* Checks the lists, counts what they need; partial_ptr[row + 1] = chunks of the row. */
 static int measure(attention_step *step, const attention_lists *lists) {
     step->need_cells = step->need_units = step->need_entries = step->need_partials = 0;
+    if (!is_csr(lists->run_ptr, lists->n_stretches, lists->n_runs) ||
+        !is_csr(lists->row_ptr, lists->n_stretches, lists->n_seen))
+        return -5;
     if (lists->n_rows > step->max_rows)
         return 1;
     for (int r = 0; r <= lists->n_rows; r++)
