@@ -167,21 +167,25 @@ def test_sequences_that_share_cells(model: Model) -> None:
     assert nmse(cells[[0, 1, 2, 3, 4, 6, 7]], alone) <= 2e-12
 
 
-def test_smollm2(record_property: Any) -> None:
-    """On a real model the logits stay within the error of flash attention, in chunks and alone."""
+def test_smollm2() -> None:
+    """On a real model, logits are as near to the exact mode as flash attention's, chunk or step.
+
+    Its Q4_1 weights round activations to 8 bits, so that any other rounding of a sum shows: the
+    three modes differ by about 2e-3 from each other.
+    """
+    text = "The largest planet of the solar system is Jupiter, and the smallest one is Mercury."
     with Model.load(smollm_path(), n_threads=2) as model:
-        ids = random_tokens(40, model.hparams.n_vocab)
+        ids = list(model.vocab.tokenize(text))
         exact, flash, cells = (
             _real_logits(model, ids, attention, kv_type)
             for attention, kv_type in (("plain", "f32"), ("flash", "f16"), ("cells", "f16"))
         )
-        record_property("nmse", (nmse(cells, exact), nmse(flash, exact)))
-        assert nmse(cells, exact) <= max(2 * nmse(flash, exact), 1e-6)
-        assert (cells.argmax(-1) == exact.argmax(-1)).mean() >= 0.95
+    assert nmse(cells, exact) <= 2 * nmse(flash, exact)
+    assert cells[-1].argmax() == exact[-1].argmax()
 
 
 def _real_logits(model: Model, ids: list[int], attention: str, kv_type: str) -> NDArray[np.float32]:
     with open_context(model, n_threads=2, attention=attention, kv_type=kv_type) as context:
-        prompt = run(context, ids[:35], {})
-        steps = [context.decode([token]) for token in ids[35:]]
+        prompt = run(context, ids[:-5], {})
+        steps = [context.decode([token]) for token in ids[-5:]]
     return np.concatenate([prompt, *steps])
