@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from loragraph.engine.assembly import AttentionName, KvType
 from loragraph.engine.batching import batch_of
-from loragraph.engine.context import AttentionName, Context, KvType
+from loragraph.engine.context import Context
 from loragraph.engine.model import Model
 from loragraph.engine.plan import SchedulerConfig
 from loragraph.engine.scheduler import Scheduler
