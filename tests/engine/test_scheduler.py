@@ -286,6 +286,24 @@ def test_equal_prompts_count_their_cells_once() -> None:
     assert len(runner.scheduler.running) == 10
 
 
+def test_a_prompt_takes_the_cells_that_are_left() -> None:
+    """Where fewer cells are free than a chunk wants, it is shorter; with none, the newest waits."""
+    runner = runner_of(64, block_size=4, max_sequences=2, max_batch_tokens=4)
+    old = sequence_of(list(range(14)), max_tokens=49)
+    new = sequence_of(list(range(50, 90)), (0, "a"), max_tokens=5)
+    runner.scheduler.add(old)
+    while not old.n_generated:
+        runner.step()
+    runner.scheduler.add(new)
+    lengths: list[int] = []
+    while not new.n_preempted:
+        lengths += [c.n_tokens for c in runner.step().chunks if c.sequence is new]
+    assert lengths[:-1] == [3] * 12
+    assert lengths[-1] < 3
+    runner.finish_all()
+    assert [old.tokens, new.tokens] == [alone(old), alone(new)]
+
+
 def test_a_long_request_ends_under_a_flood() -> None:
     """While others arrive in every step and cells are short, a long request ends all the same."""
     runner = runner_of(64, block_size=4, max_sequences=6, max_batch_tokens=16, max_preemptions=2)
