@@ -329,9 +329,8 @@ class Scheduler:
             if not self._has_room_for(sequence):
                 return
             self._leave_queue(sequence)
-            rest = self._flows.pop(flow, None)
-            if rest is not None:  # served: behind the others
-                self._flows[flow] = rest
+            if flow in self._flows:  # served: behind the others
+                self._flows[flow] = self._flows.pop(flow)
                 turns.append(flow)
             self._start(sequence)
             step.admitted.append(sequence)
