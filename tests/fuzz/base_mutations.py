@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -220,7 +221,7 @@ def _retyped(rng: random.Random, old: RawTensor) -> RawTensor:
         return replace(old, type=rng.choice((*range(48), 2**31 - 1, 2**31, 2**32 - 1)))
     kind = rng.choice(list(GGML_QUANT_SIZES))
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    n_bytes = int(np.prod(old.shape)) // block * block_bytes
+    n_bytes = min(math.prod(old.shape) // block * block_bytes, 1 << 20)
     source = old.data if rng.random() < 0.5 else rng.randbytes(64)
     return replace(old, type=int(kind), data=(source * (n_bytes // len(source) + 1))[:n_bytes])
 

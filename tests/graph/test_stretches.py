@@ -8,8 +8,8 @@ from loragraph.adapters.mix import EMPTY_MIX
 from loragraph.graph.batch import Batch
 from loragraph.graph.stretches import Stretches, mask_from
 
-# Two sequences share positions 0-3 (cells 8-10, 2); the first goes on with cells 20, 21 (rows 0, 1),
-# the second with cell 5 (row 2).
+# Two sequences share positions 0-3 (cells 8-10, 2); the first goes on with cells 20, 21 (rows
+# 0, 1), the second with cell 5 (row 2).
 RUNS = [[(8, 3), (2, 1)], [(20, 2)], [(5, 1)]]
 FIRST = [0, 4, 4]
 VIEWS = [(0, 0, 2, 4, 6), (1, 0, 2, 4, 6), (0, 2, 1, 4, 5), (2, 2, 1, 4, 5)]

@@ -51,7 +51,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "block count a bool": ({"llama.block_count": True}, "expected type integer, got bool"),
     "block count an array": ({"llama.block_count": [2, 2]}, "expected type integer, got array"),
     "epsilon an integer": ({"llama.attention.layer_norm_rms_epsilon": 1}, "expected type f32"),
-    "epsilon negative": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "from 0 to"),
+    "epsilon negative": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "a value from 0"),
     "epsilon no number": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "finite"),
     "architecture a number": ({"general.architecture": 5}, "expected type string"),
     "no layers": ({"llama.block_count": 0}, "from 1 to 1024"),

@@ -34,7 +34,6 @@ class KvCache:
         except BaseException:
             self._ctx.close()
             raise
-        self._buffer.prefer_huge_pages()
         # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
         lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
 
