@@ -345,8 +345,8 @@ def test_truncate_keeps_what_there_is(n: int, model: Model) -> None:
 
 WRONG_OPTIONS: dict[str, dict[str, Any]] = {
     "lowering": {"lowering": "stacked"},
-    "kv_type": {"kv_type": "q8_0"},
-    "attention": {"attention": "cells"},
+    "kv_type": {"kv_type": "q4_0"},
+    "attention": {"attention": "paged"},
     "n_ctx": {"n_ctx": 0},
     "n_batch": {"n_batch": 0},
     "n_threads": {"n_threads": 0},

@@ -77,13 +77,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.attention.key_length": 15, "llama.attention.value_length": 15},
         "rope.dimension_count",
     ),
-    "rope base zero": ({"llama.rope.freq_base": 0.0}, "rope.freq_base"),
+    "rope base zero": ({"llama.rope.freq_base": 0.0}, "a value from"),
     "rope base infinite": ({"llama.rope.freq_base": float("inf")}, "finite"),
-    "rope factor negative": (YARN | {"llama.rope.scaling.factor": -2.0}, "rope.scaling.factor"),
+    "rope factor negative": (YARN | {"llama.rope.scaling.factor": -2.0}, "a value from"),
     "rope scaling a number": ({"llama.rope.scaling.type": 1}, "expected type string"),
+    "vocabulary of none": (
+        {"llama.vocab_size": 0, "tokenizer.ggml.tokens": MISSING},
+        "llama.vocab_size",
+    ),
     "no vocabulary at all": (
         {"llama.vocab_size": MISSING, "tokenizer.ggml.tokens": MISSING},
-        "llama.vocab_size",
+        "tokenizer.ggml.tokens",
     ),
 }
 

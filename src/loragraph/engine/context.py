@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.assembly import (
+    ATTENTIONS,
     KV_TYPES,
     AttentionName,
     KvType,
@@ -73,7 +74,7 @@ class Context:
             raise TypeError(f"expected a Model, got {type(model).__name__}")
         choice(lowering, "lowering", ("routed", "branch"))
         choice(kv_type, "kv_type", tuple(KV_TYPES))
-        choice(attention, "attention", ("flash", "plain"))
+        choice(attention, "attention", ATTENTIONS)
         self.model = model
         self.n_ctx = integer(n_ctx, "n_ctx", 1, MAX_CTX)
         self.n_batch = min(integer(n_batch, "n_batch", 1, MAX_BATCH), self.n_ctx)
