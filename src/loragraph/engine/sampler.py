@@ -114,6 +114,16 @@ class Sampler:
         self._penalties = _penalties(vocab, params) if params.penalises else None
         self._filters = None if params.greedy else _filters(vocab.lib, params, self.seed)
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is just the largest logit's; `accept` it all the same."""
+        return (
+            self.params.greedy
+            and self._grammar is None
+            and self._penalties is None
+            and not len(self._bias_ids)
+        )
+
     def sample(self, logits: NDArray[np.float32]) -> int:
         """The next token for `logits` (n_vocab,) f32, which stay unchanged. Does not accept it.
 

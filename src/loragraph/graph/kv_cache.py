@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loragraph.ggml.handles import Buffer, Tensor, TensorContext, array_view
 from loragraph.ggml.lib import Library
 from loragraph.model.hparams import HParams
@@ -40,14 +43,21 @@ class KvCache:
 
     def clear_from(self, first: int) -> None:
         """Zeroes the cells [first, n_cells) of every layer."""
+        self._zero(slice(first, None))
+
+    def zero(self, cells: NDArray[np.int64]) -> None:
+        """Zeroes these cells, (n,) i64, of every layer."""
+        self._zero(cells)
+
+    def _zero(self, cells: slice | NDArray[np.int64]) -> None:
         for k in self.k:
-            array_view(self._lib, k).reshape(self.n_cells, -1)[first:] = 0
+            array_view(self._lib, k).reshape(self.n_cells, -1)[cells] = 0
         for v in self.v:
             values = array_view(self._lib, v)
             if self.v_transposed:
-                values.reshape(-1, self.n_cells)[:, first:] = 0
+                values.reshape(-1, self.n_cells)[:, cells] = 0
             else:
-                values.reshape(self.n_cells, -1)[first:] = 0
+                values.reshape(self.n_cells, -1)[cells] = 0
 
     @staticmethod
     def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:
