@@ -9,8 +9,10 @@ from typing import Literal
 from loragraph.engine.model import Model
 from loragraph.engine.options import check_memory
 from loragraph.engine.runner import Runner
-from loragraph.ggml.handles import F16, F32, CpuBackend
+from loragraph.errors import ConfigError
+from loragraph.ggml.handles import F16, F32, Q8_0, CpuBackend
 from loragraph.graph.attention.base import CELL_QUANTUM, Attention
+from loragraph.graph.attention.cells import CellsAttention
 from loragraph.graph.attention.flash import FlashAttention
 from loragraph.graph.attention.plain import PlainAttention
 from loragraph.graph.kv_cache import KvCache
@@ -20,10 +22,11 @@ from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
 
 LoweringName = Literal["routed", "branch"]
-AttentionName = Literal["flash", "plain"]
-KvType = Literal["f16", "f32"]
+AttentionName = Literal["flash", "plain", "cells"]
+KvType = Literal["f16", "f32", "q8_0"]
 
-KV_TYPES: Mapping[str, int] = {"f16": F16, "f32": F32}
+ATTENTIONS: tuple[AttentionName, ...] = ("flash", "plain", "cells")
+KV_TYPES: Mapping[KvType, int] = {"f16": F16, "f32": F32, "q8_0": Q8_0}
 
 
 def make_runner(
@@ -38,8 +41,7 @@ def make_runner(
 ) -> tuple[Lowering, Runner]:
     """The lowering and the runner that owns it, the cells and a backend; all or nothing."""
     hparams, lib = model.hparams, model.lib
-    widths = frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
-    attention: Attention = FlashAttention() if attention_name == "flash" else PlainAttention(widths)
+    attention = _make_attention(model, attention_name, kv_type, n_threads)
     n_cells = -(-n_ctx // CELL_QUANTUM) * CELL_QUANTUM
     type_ = KV_TYPES[kv_type]
     specs = attention.specs(n_batch, n_cells).values()
@@ -57,6 +59,29 @@ def make_runner(
         runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
         made.pop_all()
     return lowering, runner
+
+
+def _make_attention(
+    model: Model, name: AttentionName, kv_type: KvType, n_threads: int
+) -> Attention:
+    if kv_type == "q8_0":
+        if name != "cells":
+            raise ConfigError(
+                f"expected attention 'cells' with kv_type 'q8_0', got {name!r}", field="kv_type"
+            )
+        if model.hparams.n_embd_head % 32:
+            raise ConfigError(
+                "expected a head size divisible by 32 with 'q8_0', "
+                f"got {model.hparams.n_embd_head}",
+                field="kv_type",
+                hint="use 'f16'",
+            )
+    if name == "cells":
+        return CellsAttention(n_threads)
+    if name == "flash":
+        return FlashAttention()
+    hparams = model.hparams
+    return PlainAttention(frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer)))
 
 
 def _make_lowering(model: Model, name: LoweringName, n_batch: int, n_slots: int) -> Lowering:

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.engine.batching import batch_of
 from loragraph.engine.invocation import active_from, segments_of
 from loragraph.engine.job import ChoiceState, Job
+from loragraph.engine.parts import StepRunner, TokenTexts, best_tokens, logprobs_of
 from loragraph.engine.plan import Chunk, SchedulerConfig, StepPlan
 from loragraph.engine.pool import Grant
 from loragraph.engine.registry import Generation
@@ -35,33 +35,6 @@ from loragraph.errors import (
     DeadlineError,
     LoragraphError,
 )
-from loragraph.graph.batch import Batch
-
-_ROWS_AT_ONCE = 32  # of logits, when log-probabilities are taken
-
-
-class StepRunner(Protocol):
-    """Computes steps: `Runner`, or a fake."""
-
-    def run(self, batch: Batch, *, copy: bool = True) -> NDArray[np.float32]:
-        """Logits (n_outputs, n_vocab) f32."""
-
-    def zero_cells(self, cells: NDArray[np.int64]) -> None:
-        """Zeroes cells, (n,) i64."""
-
-
-class TokenTexts(Protocol):
-    """What the loop needs of a vocabulary."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens."""
-
-    def piece(self, token: int, *, special: bool = True) -> bytes:
-        """Bytes of a token."""
-
-    def is_eog(self, token: int) -> bool:
-        """Whether it ends a generation."""
 
 
 @dataclass(slots=True)
@@ -283,14 +256,14 @@ class EngineCore:
         scaled, uses = [], []
         for generation, scale in job.scales.items():
             adapter = adapters[generation]
-            for target in adapter.pairs:
-                adapter.effective_scale(target, scale)  # raises where it overflows
             start = active_from(adapter, job.tokens)
             scaled.append((adapter, scale, start))
             use = AdapterUse(generation.name, generation.number, adapter.digest, scale, start)
             uses.append(use)
         job.uses = tuple(uses)
         segments = segments_of(scaled)
+        for segment in segments:
+            self.residency.check(segment.mix)
         logits_from = None if job.score_from is None else job.score_from - 1
         return [
             Sequence(
@@ -325,14 +298,7 @@ class EngineCore:
 
     def _choose(self, chosen: list[tuple[ChoiceState, int]], logits: NDArray[np.float32]) -> None:
         """The next token of each choice; `logits` (n_outputs, n_tokens) f32, a row of it each."""
-        plain = [(choice, row) for choice, row in chosen if choice.sampler.is_argmax]
-        best: dict[int, int] = {}
-        if plain:
-            rows = np.array([row for _, row in plain])
-            own = logits if len(rows) == len(logits) else logits[rows]
-            tokens = np.argmax(own, axis=1)  # a NaN counts as the largest
-            finite = np.isfinite(own[np.arange(len(rows)), tokens])
-            best = {int(r): int(t) for r, t, good in zip(rows, tokens, finite, strict=True) if good}
+        best = best_tokens(logits, [row for choice, row in chosen if choice.sampler.is_argmax])
         spoiled = False
         for choice, row in chosen:
             if choice.job.ended:
@@ -387,13 +353,9 @@ class EngineCore:
         """Row i of `logits` (n_outputs, n_vocab) tells of the token behind its own."""
         first = chunk.end - chunk.n_outputs
         following = job.tokens[first + 1 : chunk.end + 1]
-        n_tokens = self._texts.n_tokens
-        for start in range(0, len(following), _ROWS_AT_ONCE):
-            part = np.array(following[start : start + _ROWS_AT_ONCE])
-            rows = logits[start : start + len(part), :n_tokens].astype(np.float64)
-            peak = rows.max(axis=1)
-            total = np.log(np.exp(rows - peak[:, None]).sum(axis=1)) + peak
-            job.logprobs.append(rows[np.arange(len(part)), part] - total)
+        job.logprobs.append(
+            logprobs_of(logits[: len(following), : self._texts.n_tokens], following)
+        )
         if chunk.end == len(job.tokens):
             if all(np.isfinite(part).all() for part in job.logprobs):
                 self._leave(job)

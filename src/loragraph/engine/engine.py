@@ -3,74 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import queue
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-import numpy as np
-
 from loragraph.adapters.adapter import Adapter
-from loragraph.adapters.gguf import read_header
-from loragraph.engine.assembly import KV_TYPES, AttentionName, KvType, LoweringName, make_runner
-from loragraph.engine.core import CoreStats, EngineCore, Hold
-from loragraph.engine.generate import Prompt, SamplingFields, prompt_tokens, sampling_params
+from loragraph.engine.assembly import (
+    ATTENTIONS,
+    KV_TYPES,
+    AttentionName,
+    KvType,
+    LoweringName,
+    make_runner,
+)
+from loragraph.engine.core import EngineCore, Hold
+from loragraph.engine.generate import Prompt, SamplingFields, sampling_params
 from loragraph.engine.handle import EngineStream, outcome_of
-from loragraph.engine.job import ChoiceState, Job, Sink
+from loragraph.engine.job import Job
+from loragraph.engine.job_maker import JobMaker
+from loragraph.engine.loader import AdapterLoader
 from loragraph.engine.model import Model
 from loragraph.engine.options import choice, integer, memory_errors, threads
-from loragraph.engine.plan import SchedulerConfig, SchedulerStats
-from loragraph.engine.pool import PoolStats, State
-from loragraph.engine.registry import AdapterHeader, Generation, Registry
-from loragraph.engine.request import MAX_CHOICES, Event, Outcome, Request, Result, Score
+from loragraph.engine.plan import SchedulerConfig
+from loragraph.engine.registry import Generation, Registry
+from loragraph.engine.request import Event, Outcome, Request, Result, Score
 from loragraph.engine.residency import Residency
-from loragraph.engine.runner import Counters
-from loragraph.engine.sampler import Sampler, SamplingParams
+from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.table import AdapterRow, EngineStats, adapter_rows
 from loragraph.engine.thread import EngineThread
-from loragraph.errors import (
-    BackendError,
-    ConfigError,
-    ContextLengthError,
-    InvalidRequestError,
-    LifecycleError,
-    LoragraphError,
-)
+from loragraph.errors import LifecycleError, LoragraphError
 from loragraph.graph.lowrank.routed import RoutedLowering
-from loragraph.vocab.stream import TextStream
 
 MAX_CELLS = 1 << 24
 MAX_SLOTS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters of all parts, taken between two steps."""
-
-    core: CoreStats
-    scheduler: SchedulerStats
-    pool: PoolStats
-    runner: Counters
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRow:
-    """One name of the table of adapters."""
-
-    name: str
-    generation: int | None  # None: a file of the folder that nobody asked for yet
-    path: Path | None
-    digest: str | None  # known from the first load on
-    state: State
-    nbytes: int | None  # in memory
-    rank_max: int | None
-    is_alora: bool
-    n_users: int  # requests and pins that hold it
 
 
 class Engine:
@@ -96,7 +66,7 @@ class Engine:
         max_adapter_bytes: int | None = None,
         adapter_dir: str | os.PathLike[str] | None = None,
         lowering: LoweringName = "routed",
-        attention: AttentionName = "flash",
+        attention: AttentionName = "cells",
         kv_type: KvType = "f16",
         n_threads: int | None = None,
     ) -> None:
@@ -107,7 +77,7 @@ class Engine:
         """
         choice(lowering, "lowering", ("routed",))  # the others have one set of adapters a batch
         choice(kv_type, "kv_type", tuple(KV_TYPES))
-        choice(attention, "attention", ("flash", "plain"))
+        choice(attention, "attention", ATTENTIONS)
         n_cells = integer(n_ctx, "n_ctx", 1, MAX_CELLS)
         n_slots = integer(max_adapters, "max_adapters", 1, MAX_SLOTS)
         self.config = SchedulerConfig(
@@ -137,13 +107,14 @@ class Engine:
                 )
             assert isinstance(made, RoutedLowering)
             self._lowering = made
-            self.registry = Registry(self._read_header, adapter_dir)
+            self._loader = AdapterLoader(self.model, self._on_load)
+            self.registry = Registry(self._loader.read_header, adapter_dir)
         except BaseException:
             self._release_model()
             raise
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loragraph-load")
+        self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
         residency = Residency(
-            self.registry, made, self._start_load, n_slots, max_adapter_bytes, time.monotonic
+            self.registry, made, self._loader.start, n_slots, max_adapter_bytes, time.monotonic
         )
         self._core = EngineCore(
             self.config, self._runner, self.model.vocab, residency, time.monotonic, max_waiting
@@ -210,8 +181,9 @@ class Engine:
 
     def open(self, request: Request) -> EngineStream:
         """A stream of a request's events; see stream()."""
+        self._check_open()
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        job = self._job(request, outcomes.put, wants_events=True)
+        job = self._jobs.make(request, outcomes.put, wants_events=True)
         self._post_jobs([job])
         return EngineStream(outcomes, lambda: self._cancel(job))
 
@@ -242,9 +214,10 @@ class Engine:
         deadline_s: float | None = None,
     ) -> Score:
         """Log-probabilities of the tokens from `start` on, each given those before it."""
+        self._check_open()
         request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        job = self._job(request, outcomes.put, score_from=start)
+        job = self._jobs.make(request, outcomes.put, score_from=start)
         self._post_jobs([job])
         outcome = self._wait(job, outcomes)
         assert isinstance(outcome, Score)
@@ -304,7 +277,9 @@ class Engine:
         """The table of adapters, by name."""
         self._check_open()
         names = self.registry.names()
-        return self._thread.call(lambda: self._rows(names))
+        return self._thread.call(
+            lambda: tuple(adapter_rows(self.registry, self._core.residency.pool, names))
+        )
 
     def stats(self) -> EngineStats:
         """All counters."""
@@ -335,7 +310,7 @@ class Engine:
             return
         self._closed = True
         self._thread.stop(drain=drain)
-        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._loader.close()
         self._core.residency.close()
         self._runner.close()
         self._release_model()
@@ -357,6 +332,7 @@ class Engine:
         return Request(prompt, params=sampling_params(params, options), **own)  # type: ignore[arg-type]
 
     async def _outcomes(self, request: Request, *, events: bool) -> AsyncIterator[Outcome]:
+        self._check_open()
         loop = asyncio.get_running_loop()
         outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
 
@@ -364,7 +340,7 @@ class Engine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
 
-        job = await asyncio.to_thread(self._job, request, sink, wants_events=events)
+        job = await asyncio.to_thread(self._jobs.make, request, sink, wants_events=events)
         self._post_jobs([job])
         try:
             while True:
@@ -377,11 +353,12 @@ class Engine:
 
     def _submit(self, requests: Sequence[Request]) -> list[tuple[Job, queue.SimpleQueue[Outcome]]]:
         """All or none; what is wrong with one raises before any is submitted."""
+        self._check_open()
         made: list[tuple[Job, queue.SimpleQueue[Outcome]]] = []
         try:
             for request in requests:
                 outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-                made.append((self._job(request, outcomes.put), outcomes))
+                made.append((self._jobs.make(request, outcomes.put), outcomes))
             self._post_jobs([job for job, _ in made])
         except BaseException:
             for job, _ in made:
@@ -409,76 +386,6 @@ class Engine:
             self._cancel(job)
             raise
 
-    def _job(
-        self,
-        request: Request,
-        sink: Sink,
-        *,
-        wants_events: bool = False,
-        score_from: int | None = None,
-    ) -> Job:
-        """Checks a request and makes it ready, on the caller's thread."""
-        self._check_open()
-        scales = self._resolve(request.adapters)
-        n = integer_field(request.n, "n", 1, MAX_CHOICES)
-        if not isinstance(request.cache_salt, str):
-            raise InvalidRequestError("cache_salt: expected a text", param="cache_salt")
-        tokens = self._prompt(request)
-        limit = self.config.sequence_limit
-        wanted = request.params.max_tokens
-        most = limit if wanted == 0 or score_from is not None else limit - 1
-        if len(tokens) > most:
-            raise ContextLengthError(
-                f"expected a prompt of at most {most} tokens, got {len(tokens)}",
-                param="prompt",
-                hint="shorten the prompt or raise n_ctx",
-            )
-        job = Job(
-            tokens,
-            scales,
-            max_tokens=limit if wanted is None else wanted,
-            sink=sink,
-            salt=request.cache_salt,
-            deadline=_deadline(request.deadline_s),
-            wants_events=wants_events,
-        )
-        if score_from is not None:
-            job.score_from = integer_field(score_from, "start", 1, len(tokens) - 1)
-            job.max_tokens = 0
-            return job
-        first = Sampler(self.model.vocab, request.params)
-        job.choices.append(ChoiceState(job, 0, first, TextStream(request.params.stop)))
-        for index in range(1, n):
-            params = replace(request.params, seed=(first.seed + index) % 2**32)
-            sampler = Sampler(self.model.vocab, params)
-            job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
-        return job
-
-    def _prompt(self, request: Request) -> list[int]:
-        tokens = prompt_tokens(self.model, request.prompt, chat=request.chat)
-        if not tokens:
-            raise InvalidRequestError("prompt: expected at least one token", param="prompt")
-        n_vocab = self.model.hparams.n_vocab
-        if not 0 <= min(tokens) <= max(tokens) < n_vocab:
-            raise InvalidRequestError(
-                f"expected token ids from 0 to {n_vocab - 1}, got {min(tokens)} to {max(tokens)}",
-                param="prompt",
-            )
-        return tokens
-
-    def _resolve(self, adapters: Mapping[str, float] | None) -> dict[Generation, float]:
-        scales: dict[Generation, float] = {}
-        if adapters is not None and not isinstance(adapters, Mapping):
-            raise InvalidRequestError(
-                f"adapters: expected names with scales, got {adapters!r:.80}", param="adapters"
-            )
-        for name, scale in (adapters or {}).items():
-            value = _scale(name, scale)
-            generation = self.registry.resolve(name)  # an unknown name is one at scale 0 too
-            if value != 0:
-                scales[generation] = value
-        return scales
-
     def _post_jobs(self, jobs: Sequence[Job]) -> None:
         self._check_open()
 
@@ -504,64 +411,8 @@ class Engine:
         if error is not None:
             raise error
 
-    def _read_header(self, path: Path) -> AdapterHeader:
-        draft, pairs, nbytes = read_header(self.model.lib, path, self.model.base_info)
-        return AdapterHeader(
-            nbytes + sum(pair.b.nbytes for pair in pairs.values()),
-            max(pair.rank for pair in pairs.values()),
-            len(pairs),
-            draft.invocation_tokens,
-        )
-
-    def _start_load(self, generation: Generation) -> None:
-        self._loader.submit(self._load, generation).add_done_callback(
-            lambda future: self._loaded(generation, future)
-        )
-
-    def _load(self, generation: Generation) -> Adapter:
-        assert generation.path is not None
-        adapter = self.model.load_adapter(generation.path)
-        with memory_errors(str(generation.path)):
-            self.model.prepared.get(adapter)
-        return adapter
-
-    def _loaded(self, generation: Generation, future: Future[Adapter]) -> None:
-        """On the loader's thread, or where the load was cancelled."""
-        if future.cancelled():
-            return
-        error = future.exception()
-        outcome: Adapter | LoragraphError
-        if error is None:
-            outcome = future.result()
-        elif isinstance(error, LoragraphError):
-            outcome = error
-        else:
-            outcome = BackendError(f"loading '{generation.name}' failed: {error!r}")
-        try:
-            self._thread.post(lambda: self._core.on_load(generation, outcome))
-        except LifecycleError:
-            if isinstance(outcome, Adapter):
-                outcome.close()
-
-    def _rows(self, names: Sequence[str]) -> tuple[AdapterRow, ...]:
-        current = self.registry.current()
-        return tuple(self._row(name, current.get(name)) for name in names)
-
-    def _row(self, name: str, generation: Generation | None) -> AdapterRow:
-        if generation is None:
-            return AdapterRow(name, None, None, None, State.ABSENT, None, None, False, 0)
-        pool, header = self._core.residency.pool, generation.header
-        return AdapterRow(
-            name,
-            generation.number,
-            generation.path,
-            generation.digest,
-            pool.state(generation),
-            header.nbytes,
-            header.rank_max,
-            bool(header.invocation_tokens),
-            pool.n_users(generation),
-        )
+    def _on_load(self, generation: Generation, outcome: Adapter | LoragraphError) -> None:
+        self._thread.post(lambda: self._core.on_load(generation, outcome))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -579,33 +430,3 @@ class Engine:
 
 
 _REQUEST_FIELDS = ("adapters", "n", "cache_salt", "deadline_s", "chat")
-
-
-def integer_field(value: object, field: str, low: int, high: int) -> int:
-    """`options.integer` for a field of a request."""
-    try:
-        return integer(value, field, low, high)
-    except ConfigError as error:
-        raise InvalidRequestError(str(error), param=field) from error
-
-
-def _deadline(seconds: float | None) -> float | None:
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise InvalidRequestError(
-            f"deadline_s: expected seconds above 0, got {seconds!r}", param="deadline_s"
-        )
-    return time.monotonic() + seconds
-
-
-def _scale(name: str, scale: object) -> float:
-    """The scale as f32; 0 for one that is dropped."""
-    good = isinstance(scale, int | float | np.floating) and not isinstance(scale, bool)
-    with np.errstate(over="ignore"):
-        value = float(np.float32(scale)) if good and abs(scale) < 1e39 else math.nan  # type: ignore
-    if not math.isfinite(value):
-        raise InvalidRequestError(
-            f"adapters: '{name}': expected a finite scale, got {scale!r:.40}", param="adapters"
-        )
-    return value

@@ -1,7 +1,7 @@
 """aLoRA: from which token on an adapter is active, and the segments that come of it. Pure.
 
 Semantics: an activated adapter is off before the last occurrence of its invocation tokens in the
-prompt and on from that occurrence's first token on, as it was trained; a plain one is on throughout.
+prompt and on from that occurrence's first token on, as it was trained; a plain one is always on.
 """
 
 from __future__ import annotations

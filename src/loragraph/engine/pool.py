@@ -237,7 +237,7 @@ class Pool(Generic[K]):
         droppable = [key for key in self._idle if key not in keep]
         slots = self.n_slots - len(self._entries) - n_slots
         free = 0 if self.max_bytes is None else self.max_bytes - self._nbytes - nbytes
-        victims = []
+        victims: list[K] = []
         while slots < 0 or free < 0:
             if len(victims) == len(droppable):
                 return False

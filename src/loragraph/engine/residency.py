@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
 from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.mix import Mix
 from loragraph.engine.pool import Grant, Pool, State
 from loragraph.engine.registry import Generation, Registry, resident_bytes
 from loragraph.errors import AdapterChangedError, LoragraphError
@@ -21,6 +22,9 @@ class Slots(Protocol):
 
     def hold(self, adapters: Iterable[Adapter]) -> None:
         """Makes exactly these adapters resident; all or nothing."""
+
+    def check(self, mix: Mix) -> None:
+        """Raises for a mix that it cannot compute."""
 
 
 class Residency:
@@ -95,6 +99,13 @@ class Residency:
             self._evicted(generation)
         self.sync()
 
+    def check(self, mix: Mix) -> None:
+        """Raises for a mix that cannot be computed: too many adapters, or a scale too large."""
+        self._slots.check(mix)
+        for adapter, scale in mix:
+            for target in adapter.pairs:
+                adapter.effective_scale(target, scale)
+
     def state(self, generation: Generation) -> State:
         """Where a generation is."""
         return self.pool.state(generation)
@@ -111,7 +122,7 @@ class Residency:
             adapter.detach(_USER)
             raise
         self.adapters[generation] = adapter
-        if generation not in self.pool.keys():  # dropped at once: nobody wants it any more
+        if self.pool.state(generation) is State.ABSENT:  # dropped at once: nobody wants it any more
             self._evicted(generation)
 
     def _evicted(self, generation: Generation) -> None:

@@ -21,7 +21,7 @@ from loragraph.ggml.handles import (
     array_view,
 )
 from loragraph.graph.arch import Family
-from loragraph.graph.attention.base import Attention, n_kv_for
+from loragraph.graph.attention.base import Attention, AttentionGraph
 from loragraph.graph.batch import Batch
 from loragraph.graph.builder import Builder
 from loragraph.graph.inputs import Inputs, InputSpec
@@ -64,7 +64,8 @@ class KeptGraph:
     ctx: TensorContext
     graph: Any
     logits: Tensor  # F32 [n_vocab, n_outputs]
-    lowering: GraphLowering  # keeps the custom nodes' structs alive
+    lowering: GraphLowering  # these two keep the custom nodes' structs alive
+    attention: AttentionGraph
     n_nodes: int
     values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
 
@@ -105,17 +106,11 @@ class Runner:
             undo.pop_all()
 
     def run(self, batch: Batch, *, copy: bool = True) -> NDArray[np.float32]:
-        """One step: logits (n_outputs, n_vocab) f32; without `copy` borrowed until the next step.
-
-        A row may see any cells of other sequences, so the stretches tell how far the cells in use
-        reach.
-        """
+        """One step: logits (n_outputs, n_vocab) f32; without `copy` borrowed until the next."""
         if batch.n_outputs == 0:  # no graph without a row: one is computed and dropped
             last = np.array([batch.n_tokens - 1], np.int32)
             return self.run(replace(batch, outputs=last), copy=copy)[:0]
-        seen = batch.stretches
-        n_used = int((seen.run_start + seen.run_length).max())
-        n_kv = n_kv_for(n_used, self._cache.n_cells)
+        n_kv = self._attention.n_kv(batch, self._cache.n_cells)
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
         self._backend.compute(graph.graph)
@@ -179,6 +174,7 @@ class Runner:
             if self._allocator.allocate(graph.graph):
                 self.drop_graphs()  # their addresses are dead
             graph.lowering.bind()
+            graph.attention.bind()
         except BaseException:
             self.drop_graphs()
             graph.ctx.close()
@@ -192,11 +188,12 @@ class Runner:
         try:
             graph = self._lib.c.ggml_new_graph_custom(ctx.ptr, n_nodes, False)
             lowering = self._lowering.begin(batch)
+            attention = self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv)
             builder = Builder(
                 ctx,
                 graph,
                 lowering,
-                self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv),
+                attention,
                 tokens=self._inputs.tensor(ctx, "tokens", n_tokens),
                 positions=self._inputs.tensor(ctx, "positions", n_tokens),
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
@@ -207,7 +204,8 @@ class Runner:
         except BaseException:
             ctx.close()
             raise
-        return KeptGraph(ctx, graph, logits, lowering, self._lib.c.ggml_graph_n_nodes(graph))
+        n_made = self._lib.c.ggml_graph_n_nodes(graph)
+        return KeptGraph(ctx, graph, logits, lowering, attention, n_made)
 
     def _write(self, batch: Batch, n_kv: int) -> None:
         """Writes every input of the step: what stays unwritten would be the last step's."""

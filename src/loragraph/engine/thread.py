@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from loragraph.engine.core import EngineCore
@@ -64,10 +65,8 @@ class EngineThread:
             self._draining = True
             self._stopping = self._stopping or not drain
 
-        try:
+        with suppress(LifecycleError):  # it ended already
             self.post(command)
-        except LifecycleError:
-            pass
         self._thread.join()
 
     def _main(self) -> None:

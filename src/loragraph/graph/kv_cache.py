@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.ggml.handles import Buffer, Tensor, TensorContext, array_view
+from loragraph.ggml.handles import Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.hparams import HParams
 
@@ -37,38 +37,39 @@ class KvCache:
         except BaseException:
             self._ctx.close()
             raise
-        self._buffer.prefer_huge_pages()
         # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
         lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
 
     def clear_from(self, first: int) -> None:
         """Zeroes the cells [first, n_cells) of every layer."""
-        self._zero(slice(first, None))
+        self.zero(np.arange(first, self.n_cells))
 
     def zero(self, cells: NDArray[np.int64]) -> None:
         """Zeroes these cells, (n,) i64, of every layer."""
-        self._zero(cells)
-
-    def _zero(self, cells: slice | NDArray[np.int64]) -> None:
         for k in self.k:
-            array_view(self._lib, k).reshape(self.n_cells, -1)[cells] = 0
+            self._bytes(k).reshape(self.n_cells, -1)[cells] = 0
         for v in self.v:
-            values = array_view(self._lib, v)
+            values = self._bytes(v)
             if self.v_transposed:
-                values.reshape(-1, self.n_cells)[:, cells] = 0
+                values.reshape(v.ne[1], self.n_cells, -1)[:, cells] = 0
             else:
                 values.reshape(self.n_cells, -1)[cells] = 0
 
     @staticmethod
     def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:
         """Bytes of `n_cells` cells of a ggml type."""
-        width = sum(hparams.n_embd_kv(il) for il in range(hparams.n_layer))
-        return 2 * width * n_cells * int(lib.c.ggml_type_size(type_))
+        widths = (hparams.n_embd_kv(il) for il in range(hparams.n_layer))
+        return sum(2 * n_cells * int(lib.c.ggml_row_size(type_, width)) for width in widths)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all cells."""
         return self._buffer.nbytes
+
+    def _bytes(self, tensor: Tensor) -> NDArray[np.uint8]:
+        """A tensor's memory; zero bytes are zeros in every type."""
+        n_bytes = int(self._lib.c.ggml_nbytes(tensor.ptr))
+        return np.frombuffer(self._lib.ffi.buffer(tensor.ptr.data, n_bytes), np.uint8)
 
     def close(self) -> None:
         """Frees the cells."""

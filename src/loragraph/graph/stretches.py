@@ -48,6 +48,11 @@ class Stretches:
         """Stretches."""
         return len(self.first)
 
+    @property
+    def end_cell(self) -> int:
+        """Behind the highest cell of any run: the cells that a mask has to have."""
+        return int((self.run_start + self.run_length).max(initial=0))
+
     @classmethod
     def of_views(cls, runs: Sequence[Runs], first: Sequence[int], views: list[View]) -> Stretches:
         """Stretches with these runs and first positions, seen by these views.

@@ -15,8 +15,14 @@ SOURCES = (
     "lowrank_avx2.c",
     "lowrank_avx512.c",
     "lowrank_neon.c",
+    "attention.c",
+    "attention_plan.c",
+    "attention_portable.c",
+    "attention_avx2.c",
+    "attention_avx512.c",
+    "attention_neon.c",
 )
-HEADERS = ("lowrank.h",)
+HEADERS = ("lowrank.h", "attention.h")
 
 
 def declarations(header: Path) -> str:

@@ -12,6 +12,9 @@
 #define VL 8
 #define SHRINK_ROWS 2 /* 4 ranks x 2 rows: 8 of 16 registers cover the latency of two FMA units */
 #define EXPAND_ROWS 2
+#define SCORE_ROWS 6 /* x 2 vectors of cells: 12 of 16 registers */
+#define VALUE_ROWS 6 /* x 2 vectors of a head */
+#define VALUE_VECTORS 2
 #define INLINE static inline __attribute__((always_inline))
 
 typedef __m256 vf;
@@ -32,4 +35,26 @@ INLINE float v_sum(vf v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE float v_top(vf v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE void v_transpose(vf m[VL]) {
+    vf t[VL], u[VL];
+    for (int i = 0; i < VL; i += 2) {
+        t[i] = _mm256_unpacklo_ps(m[i], m[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(m[i], m[i + 1]);
+    }
+    for (int i = 0; i < VL; i += 4)
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        m[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        m[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
 }

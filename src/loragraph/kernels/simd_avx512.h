@@ -13,6 +13,9 @@
 #define VL 16
 #define SHRINK_ROWS 4
 #define EXPAND_ROWS 4
+#define SCORE_ROWS 12 /* x 2 vectors of cells: 24 of 32 registers */
+#define VALUE_ROWS 6  /* x 4 vectors of a head */
+#define VALUE_VECTORS 4
 #define INLINE static inline __attribute__((always_inline))
 
 typedef __m512 vf;
@@ -34,4 +37,36 @@ INLINE float v_sum(vf v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE float v_top(vf v) {
+    __m256 w = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE void v_transpose(vf m[VL]) {
+    vf t[VL], u[VL];
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i += 2) {
+        t[i] = _mm512_unpacklo_ps(m[i], m[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(m[i], m[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm512_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            u[i + 2 * j + 1] = _mm512_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    /* u[4 g + i] holds, in lane l, column 4 l + i of rows 4 g ... 4 g + 3. */
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        vf a = _mm512_shuffle_f32x4(u[i], u[i + 4], 0x88), b = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0x88);
+        vf c = _mm512_shuffle_f32x4(u[i], u[i + 4], 0xdd), d = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0xdd);
+        m[i] = _mm512_shuffle_f32x4(a, b, 0x88);
+        m[i + 8] = _mm512_shuffle_f32x4(a, b, 0xdd);
+        m[i + 4] = _mm512_shuffle_f32x4(c, d, 0x88);
+        m[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
+    }
 }

@@ -6,6 +6,9 @@
 #define VL 4
 #define SHRINK_ROWS 4
 #define EXPAND_ROWS 4
+#define SCORE_ROWS 8
+#define VALUE_ROWS 6
+#define VALUE_VECTORS 4
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float32x4_t vf;
@@ -36,3 +39,12 @@ INLINE vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
 INLINE vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 INLINE float v_sum(vf v) { return vaddvq_f32(v); }
+INLINE vf v_max(vf a, vf b) { return vmaxq_f32(a, b); }
+INLINE float v_top(vf v) { return vmaxvq_f32(v); }
+INLINE void v_transpose(vf m[VL]) {
+    float32x4x2_t a = vtrnq_f32(m[0], m[1]), b = vtrnq_f32(m[2], m[3]);
+    m[0] = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));
+    m[1] = vcombine_f32(vget_low_f32(a.val[1]), vget_low_f32(b.val[1]));
+    m[2] = vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0]));
+    m[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
+}

@@ -1,7 +1,8 @@
 /* Vector primitives in the compiler's own vector type; halves are converted bit by bit.
  *
  * Every simd_*.h defines the same names: VL lanes of `vf`, loads of the four storage types, v_fma(a, b, c) =
- * a * b + c, v_sum in one fixed order, the row counts of the register tiles. A file includes one of them.
+ * a * b + c, v_sum in one fixed order, v_max, v_top (the largest lane), v_transpose (VL vectors as a square), the
+ * row counts of the register tiles. A file includes one of them.
  */
 #include <stdint.h>
 #include <string.h>
@@ -9,6 +10,9 @@
 #define VL 4
 #define SHRINK_ROWS 2
 #define EXPAND_ROWS 2
+#define SCORE_ROWS 2
+#define VALUE_ROWS 2
+#define VALUE_VECTORS 2
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(16)));
@@ -59,3 +63,17 @@ INLINE vf v_add(vf a, vf b) { return a + b; }
 INLINE vf v_mul(vf a, vf b) { return a * b; }
 INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
 INLINE float v_sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+INLINE vf v_max(vf a, vf b) {
+    typedef int32_t vi __attribute__((vector_size(16)));
+    vi larger = a > b;
+    return (vf)((larger & (vi)a) | (~larger & (vi)b));
+}
+INLINE float v_top(vf v) {
+    float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+}
+INLINE void v_transpose(vf m[VL]) {
+    vf t[VL] = {m[0], m[1], m[2], m[3]};
+    for (int i = 0; i < VL; i++)
+        m[i] = (vf){t[0][i], t[1][i], t[2][i], t[3][i]};
+}

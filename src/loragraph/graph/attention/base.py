@@ -1,4 +1,4 @@
-"""What the two masked attentions share: the mask, the cell indices, the contract."""
+"""The contract of an attention, and what the two masked ones share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ CELL_QUANTUM = 256
 """The number of cells a graph walks is a multiple of this, so that it stays valid for a while."""
 
 
-def n_kv_for(n_used: int, n_cells: int) -> int:
-    """Cells that a graph walks when `n_used` are in use; `n_cells` is a multiple of the quantum."""
+def masked_n_kv(batch: Batch, n_cells: int) -> int:
+    """Cells that a masked graph walks: up to the last one seen, in whole quanta of `n_cells`."""
+    n_used = batch.stretches.end_cell
     return min(n_cells, max(CELL_QUANTUM, -(-n_used // CELL_QUANTUM) * CELL_QUANTUM))
 
 
@@ -31,9 +32,12 @@ class AttentionGraph(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """q, k, v F32 [hd, n_head(_kv), n_tokens] -> F32 [hd * n_head, n_tokens].
 
-        Also the nodes that write K and V: nothing refers to them, so the graph must take them in
+        Also the nodes that write K and V where nothing refers to them: the graph must take them in
         first, by hand.
         """
+
+    def bind(self) -> None:
+        """Tells custom nodes the addresses that the graph's tensors have got."""
 
 
 class Attention(Protocol):
@@ -43,6 +47,9 @@ class Attention(Protocol):
 
     def specs(self, n_batch: int, n_cells: int) -> Mapping[str, InputSpec]:
         """The step inputs that it needs at most."""
+
+    def n_kv(self, batch: Batch, n_cells: int) -> int:
+        """The cells that a graph for this step walks: part of its shape."""
 
     def begin(
         self, ctx: TensorContext, inputs: Inputs, cache: KvCache, n_tokens: int, n_kv: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loragraph.ggml.handles import F16, I64, Tensor, TensorContext
 from loragraph.ggml.ops import Ops
-from loragraph.graph.attention.base import write_causal_mask
+from loragraph.graph.attention.base import masked_n_kv, write_causal_mask
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import KvCache
@@ -21,6 +21,10 @@ class FlashAttention:
     def specs(self, n_batch: int, n_cells: int) -> Mapping[str, InputSpec]:
         """Cell indices I64 [n_tokens] and the mask F16 [n_kv, n_tokens]."""
         return {"cells": InputSpec(I64, n_batch), "mask": InputSpec(F16, n_batch * n_cells)}
+
+    def n_kv(self, batch: Batch, n_cells: int) -> int:
+        """Whole quanta of cells."""
+        return masked_n_kv(batch, n_cells)
 
     def begin(
         self, ctx: TensorContext, inputs: Inputs, cache: KvCache, n_tokens: int, n_kv: int
@@ -59,6 +63,9 @@ class _Graph:
         )
         ops.accumulate_in_f32(out)
         return ops.reshape(out, q.ne[0] * q.ne[1], n_tokens), writes
+
+    def bind(self) -> None:
+        """No custom nodes."""
 
     def _read(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
         """The cells in use as [hd, n_kv, n_head_kv]."""

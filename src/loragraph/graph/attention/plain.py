@@ -9,7 +9,7 @@ import numpy as np
 
 from loragraph.ggml.handles import F32, I64, Tensor, TensorContext
 from loragraph.ggml.ops import Ops
-from loragraph.graph.attention.base import write_causal_mask
+from loragraph.graph.attention.base import masked_n_kv, write_causal_mask
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import KvCache
@@ -27,6 +27,10 @@ class PlainAttention:
         """Cell indices, an index for every value of V, the mask F32 [n_kv, n_tokens]."""
         specs = {"cells": InputSpec(I64, n_batch), "mask": InputSpec(F32, n_batch * n_cells)}
         return specs | {f"v_cells_{w}": InputSpec(I64, n_batch * w) for w in self._widths}
+
+    def n_kv(self, batch: Batch, n_cells: int) -> int:
+        """Whole quanta of cells."""
+        return masked_n_kv(batch, n_cells)
 
     def begin(
         self, ctx: TensorContext, inputs: Inputs, cache: KvCache, n_tokens: int, n_kv: int
@@ -71,6 +75,9 @@ class _Graph:
         weights = ops.soft_max(scores, self.mask, scale)
         out = ops.mul_mat(self._read_v(ops, v_cache, n_embd_head), weights)
         return ops.cont_2d(ops.permute(out, 0, 2, 1, 3), q.ne[0] * q.ne[1], n_tokens), writes
+
+    def bind(self) -> None:
+        """No custom nodes."""
 
     def _read_k(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
         strides = (self._bytes(ops, n_embd_head), self._bytes(ops, cache.ne[0]))

@@ -1,0 +1,91 @@
+"""Attention over lists of cells, by two custom nodes a layer: no mask, and no walk over all cells.
+
+What a token sees is input data alone, so a graph's shape does not depend on the cells in use, and
+cells that many tokens share are read once. Only on the CPU backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loragraph.ggml.handles import F32, I64, Tensor, TensorContext, data_address
+from loragraph.ggml.ops import Ops
+from loragraph.graph.batch import Batch
+from loragraph.graph.inputs import Inputs, InputSpec
+from loragraph.graph.kv_cache import KvCache
+from loragraph.kernels.attention import AttendNode, AttentionStep, LayerShape, ReduceNode
+
+
+class CellsAttention:
+    """One plan a step, which all layers and all kept graphs read; K and V are stored alike."""
+
+    v_transposed = False
+
+    def __init__(self, n_threads: int) -> None:
+        """`n_threads` of the backend: each needs scratch of its own."""
+        self._step = AttentionStep(n_threads)
+
+    def specs(self, n_batch: int, n_cells: int) -> Mapping[str, InputSpec]:
+        """Cell indices I64 [n_tokens]; what rows see stands outside the graph."""
+        return {"cells": InputSpec(I64, n_batch)}
+
+    def n_kv(self, batch: Batch, n_cells: int) -> int:
+        """All cells: the same for every step."""
+        return n_cells
+
+    def begin(
+        self, ctx: TensorContext, inputs: Inputs, cache: KvCache, n_tokens: int, n_kv: int
+    ) -> _Graph:
+        """Declares the cell indices."""
+        return _Graph(self._step, cache, inputs.tensor(ctx, "cells", n_tokens))
+
+    def write(self, inputs: Inputs, cache: KvCache, batch: Batch, n_kv: int) -> None:
+        """Fills the cell indices and plans the step."""
+        inputs.view("cells", batch.n_tokens)[:] = batch.cells
+        self._step.write(batch.stretches, batch.n_tokens, cache.n_cells)
+
+
+class _Graph:
+    """The custom nodes of one graph; keeps their structs alive as long as the graph."""
+
+    def __init__(self, step: AttentionStep, cache: KvCache, cells: Tensor) -> None:
+        self._step = step
+        self._cache = cache
+        self._cells = cells  # I64 [n_tokens]
+        self._nodes: list[tuple[AttendNode, ReduceNode, Tensor, Tensor]] = []
+
+    def layer(
+        self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        n_tokens = q.ne[2]
+        k_cells, v_cells = (
+            ops.set_rows(cells, ops.reshape(new, cells.ne[0], n_tokens), self._cells)
+            for cells, new in ((self._cache.k[il], k), (self._cache.v[il], v))
+        )
+        attend = AttendNode(
+            self._step,
+            LayerShape(q.ne[1], k.ne[1], k.ne[0], v.ne[0], k_cells.type, v_cells.type, scale),
+        )
+        reduce = ReduceNode(attend)
+        # With the writes as sources they are computed before; so no write need be taken in by hand.
+        out = ops.custom(
+            F32,
+            (v.ne[0] * q.ne[1], n_tokens),
+            [q, k_cells, v_cells],
+            attend.function,
+            attend.userdata,
+        )
+        done = ops.custom_inplace(out, [q], reduce.function, reduce.userdata)
+        self._nodes.append((attend, reduce, q, out))
+        attend.bind_cells(
+            data_address(self._cache.k[il]),
+            self._cache.k[il].ptr.nb[1],
+            data_address(self._cache.v[il]),
+            self._cache.v[il].ptr.nb[1],
+        )
+        return done, []
+
+    def bind(self) -> None:
+        for attend, _, q, out in self._nodes:
+            attend.bind_q(data_address(q), q.ptr.nb[1] // 4, q.ptr.nb[2] // 4)
+            attend.bind_out(data_address(out), out.ptr.nb[1] // 4)

@@ -1,0 +1,35 @@
+"""The naive twin of the native attention over cells, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def attend(
+    q: NDArray[np.float64],
+    k: NDArray[np.float64],
+    v: NDArray[np.float64],
+    visible: Sequence[Sequence[int]],
+    scale: float,
+    softcap: float = 0.0,
+) -> NDArray[np.float64]:
+    """Attention of every row over the cells that it sees: (n_rows, n_head * hd_v).
+
+    Semantics: out = softmax(cap(scale * K q)) V over visible[row], cap(s) = c tanh(s / c)
+    q (n_rows, n_head, hd_k) · k (n_cells, n_head_kv, hd_k) · v (n_cells, n_head_kv, hd_v).
+    """
+    n_rows, n_head, _ = q.shape
+    group = n_head // k.shape[1]
+    out = np.zeros((n_rows, n_head, v.shape[2]))
+    for row in range(n_rows):
+        cells = list(visible[row])
+        for head in range(n_head):
+            scores = scale * (k[cells, head // group] @ q[row, head])
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ v[cells, head // group] / weights.sum()
+    return out.reshape(n_rows, -1)
