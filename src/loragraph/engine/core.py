@@ -304,7 +304,9 @@ class EngineCore:
             if choice.job.ended:
                 continue  # another choice of it failed just now
             try:
-                token = best[row] if row in best else choice.sampler.sample(logits[row])
+                token = best.get(row)
+                if token is None or token in (choice.sampler.forbidden or ()):
+                    token = choice.sampler.sample(logits[row])
                 choice.sampler.accept(token)
             except LoragraphError as error:
                 spoiled |= isinstance(error, BackendError)
