@@ -106,9 +106,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     ]
     for type_, n in dict.fromkeys((cell.type, cell.n_requests) for cell in cells):
         none, one, each = (by_key[type_, n, mode] for mode in MODES)
-        lines.append(
-            f"| {type_} | {n} | {none:.0f} | {one:.0f} | {each:.0f} | {each / one:.0%} |"
-        )
+        lines.append(f"| {type_} | {n} | {none:.0f} | {one:.0f} | {each:.0f} | {each / one:.0%} |")
     return "\n".join(lines)
 
 
