@@ -19,6 +19,7 @@ from loragraph.adapters.checks import type_name
 from loragraph.adapters.draft import Draft, read_draft
 from loragraph.adapters.gguf import check_adapter, read_adapter
 from loragraph.adapters.report import coverage, target_class
+from loragraph.engine.model import load_problem
 from loragraph.errors import ConfigError, GGUFError, LoragraphError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
@@ -31,7 +32,7 @@ def inspect_file(
 ) -> dict[str, Any]:
     """Facts of a base or an adapter, told apart by the file itself ("kind").
 
-    An adapter's "problems" are what a load would refuse; without `base`, as far as the file alone
+    "problems" are what a load would refuse; an adapter's, without `base`, as far as the file alone
     shows it. LoragraphError where a file is no readable GGUF.
     """
     with GGUFFile(lib, path) as file:
@@ -88,6 +89,9 @@ def _describe_base(lib: Library, file: GGUFFile) -> dict[str, Any]:
             facts = {"architecture": info.arch, "name": info.name, "tied": info.tied}
         except LoragraphError as error:
             problems.append(error)
+    if not problems:
+        problem = load_problem(lib, files[0].path)
+        problems += [problem] if problem is not None else []
     tensors = [tensor for part in files for tensor in part.tensors.values()]
     return {
         "kind": "base",
