@@ -13,6 +13,9 @@ LoragraphError
 │  └─ ModelNotFoundError               404 model_not_found
 ├─ LifecycleError(RuntimeError)      use after close, close while attached, two threads
 ├─ CapacityError                     no cells, slots or places left                [status]
+│  └─ OverloadedError                  429: too many requests wait
+├─ DeadlineError                     a request's time was over                     [status, result]
+├─ AdapterChangedError               a file is no longer what was registered       [status]
 └─ BackendError                      ggml failed, is missing or is of another version
 
 A message says expected, got, where, and then a hint.
@@ -118,6 +121,31 @@ class CapacityError(LoragraphError):
     """No cells, slots or queue places are left."""
 
     status = 503
+
+
+class OverloadedError(CapacityError):
+    """Too many requests wait already; the caller may try again later."""
+
+    status = 429
+
+
+class DeadlineError(LoragraphError):
+    """A request's time was over before it ended; `result` is what there was by then, if anything.
+
+    Which adapters it used and what it generated stands there.
+    """
+
+    status = 504
+
+    def __init__(self, message: str, *, result: object = None, hint: str = "") -> None:
+        self.result = result
+        super().__init__(message, hint=hint)
+
+
+class AdapterChangedError(LoragraphError):
+    """An adapter was to be loaded again, but its file has other content than the first time."""
+
+    status = 409
 
 
 class BackendError(LoragraphError):

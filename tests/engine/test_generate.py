@@ -326,14 +326,20 @@ def test_two_threads_on_one_stream(ctx: Context) -> None:
     assert "two threads at once" in str(errors[0])
 
 
+NO_PROMPTS: list[Any] = [None, 5, b"text", {"role": "user"}, [[1, 2]], [[1], [2, 3]], [True]]
+NO_PROMPTS += [[5, {}], [5, None], [5, "a"], [5, 2**70]]
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "match"),
     [
         ([], {}, "at least one token"),
         ([1.5], {}, "expected a text, token ids or messages"),
-        ([[1, 2]], {}, "expected a text, token ids or messages"),
+        *((wrong, {}, "expected a text, token ids or messages") for wrong in NO_PROMPTS),
         ([10**6], {}, "expected token ids from 0 to 319"),
         ([-1], {}, "expected token ids from 0 to 319"),
+        ([{"role": "user"}], {}, "chat template"),
+        ([{}], {}, "chat template"),
         ([5], {"chat": True}, "a text or a list of messages"),
         ([5], {"grammar": "root ::= ("}, "grammar"),
         ([5], {"grammar": "x"}, "grammar"),

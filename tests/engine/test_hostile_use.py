@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ import pytest
 
 from loragraph import Adapter, Context, LoragraphError, Model
 from loragraph.adapters.gguf import read_adapter
-from loragraph.errors import CapacityError, ConfigError, InvalidRequestError, LifecycleError
+from loragraph.errors import (
+    CapacityError,
+    ConfigError,
+    GGUFError,
+    InvalidRequestError,
+    LifecycleError,
+)
 from tests.tiny import TinyAdapter, TinyLlama
 
 TINY = TinyLlama(n_layer=1)
@@ -277,8 +284,9 @@ def test_close_while_another_thread_decodes(model: Model) -> None:
         try:
             while True:
                 ctx.decode([1] * 16)
-                ctx.clear()
                 started.set()
+                time.sleep(0.002)  # leaves the other thread a gap
+                ctx.clear()
         except LifecycleError as error:
             errors.append(error)
 
@@ -291,6 +299,7 @@ def test_close_while_another_thread_decodes(model: Model) -> None:
             break
         except LifecycleError as error:
             assert "two threads" in str(error)  # noqa: PT017 - it may also not be raised
+            time.sleep(0.0003)
     thread.join(20)
     assert len(errors) == 1
 
@@ -309,3 +318,37 @@ def test_values_that_overflowed_do_not_stay(model: Model, adapter: Adapter, atte
         assert np.array_equal(ctx.decode([3]), expected)
         ctx.clear()
         assert np.array_equal(ctx.decode([1, 2]), first)
+
+
+def test_model_closed_while_another_thread_tokenises(model: Model) -> None:
+    """The close is refused as long as libllama reads the vocabulary."""
+    text, inside = "hello world " * 100_000, threading.Event()
+
+    def tokenise() -> None:
+        inside.set()
+        model.vocab.tokenize(text)
+
+    thread = threading.Thread(target=tokenise)
+    thread.start()
+    assert inside.wait(20)
+    time.sleep(0.02)
+    assert thread.is_alive()
+    with pytest.raises(LifecycleError, match="another thread"):
+        model.close()
+    assert not model.closed
+    thread.join(20)
+    model.close()
+
+
+@pytest.mark.parametrize("path", ["", ".", "no/such/file", "a\0b", "/dev/null", "x" * 5000])
+def test_wrong_paths(path: str) -> None:
+    """What is no readable file is a GGUFError."""
+    with pytest.raises(GGUFError):
+        Model.load(path)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"base.gguf", ["base.gguf"]])
+def test_paths_of_wrong_types(path: Any) -> None:
+    """Path's own type error."""
+    with pytest.raises(TypeError):
+        Model.load(path)

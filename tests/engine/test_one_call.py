@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,21 @@ def test_one_call_closes_after_an_error(folder: Path) -> None:
         with pytest.raises(InvalidRequestError):
             loragraph.generate(model, "", adapters={folder / "a.gguf": float("inf")})
         assert model.adapters == ()
+
+
+def test_contexts_generate_in_parallel(folder: Path) -> None:
+    """Two contexts of one model, with unlike adapters, generate in two threads as each alone."""
+    fields: SamplingFields = {"temperature": 0, "max_tokens": 24, "logit_bias": NO_EOG}
+    with Model.load(folder / "base.gguf", n_threads=1) as model:
+        adapter = Adapter.load(folder / "a.gguf", model)
+        sets: list[dict[Adapter | str | PathLike[str], float]] = [{}, {adapter: 2.0}]
+
+        def answer(adapters: dict[Adapter | str | PathLike[str], float]) -> tuple[int, ...]:
+            return loragraph.generate(model, PROMPT, adapters=adapters, **fields).tokens
+
+        alone = [answer(adapters) for adapters in sets]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(answer, sets * 3))
+
+    assert together == alone * 3
+    assert alone[0] != alone[1]

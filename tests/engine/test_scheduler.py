@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loragraph.engine.plan import SchedulerConfig
+from loragraph.engine.prefix_tree import PrefixTree
 from loragraph.engine.scheduler import Scheduler
 from loragraph.engine.sequence import Sequence, Status
 from loragraph.errors import CapacityError, ConfigError, ContextLengthError
@@ -260,20 +261,113 @@ def test_unready_adapters_block_nobody() -> None:
 
 
 def test_prefill_budget_goes_round_the_flows() -> None:
-    """A long prompt is chunked, and a short one of another flow comes in between."""
-    runner = runner_of(2048, max_batch_tokens=64, max_sequences=8)
-    long = [sequence_of([i, *range(600)], (0, "a"), max_tokens=1) for i in range(3)]
+    """With P flows in prefill, a flow waits for at most P - 1 chunks of others."""
+    runner = runner_of(4096, max_batch_tokens=64, max_sequences=16)
+    long = [sequence_of([i, *range(600)], (0, "aaabc"[i]), max_tokens=1) for i in range(5)]
     runner.scheduler.add(*long)
     for _ in range(3):
         runner.step()
-    short = sequence_of(list(range(20)), (0, "b"), max_tokens=1)
+    short = sequence_of(list(range(20)), (0, "d"), max_tokens=1)
     runner.scheduler.add(short)
-    steps = 0
-    while short.status is not Status.FINISHED:
+    chunks: list[Sequence] = []
+    while short not in chunks:
+        chunks += [chunk.sequence for chunk in runner.step().chunks]
+    assert chunks.index(short) <= 3
+    flows = [chunk.sequence.flow for _ in range(6) for chunk in runner.step().chunks]
+    assert {flows.count((name,)) for name in "abc"} == {2}
+
+
+def test_new_flows_do_not_overtake_a_long_prompt() -> None:
+    """A flow that comes while another is in prefill goes behind it, however many come."""
+    runner = runner_of(4096, max_batch_tokens=64, max_sequences=32)
+    long = sequence_of(list(range(600)), (0, "a"), max_tokens=1)
+    runner.scheduler.add(long)
+    turns: list[int] = []
+    for n in range(20):
+        runner.scheduler.add(sequence_of([n] * 64, (0, chr(ord("b") + n)), max_tokens=1))
+        if any(chunk.sequence is long for chunk in runner.step().chunks):
+            turns.append(n)
+    # Each time that it is served, those that came meanwhile have one chunk each before the next.
+    assert turns == [0, 2, 5, 9, 14]
+
+
+def test_equal_prompts_count_their_cells_once() -> None:
+    """What others use already is no reason to wait: ten equal prompts run in cells for two."""
+    runner = runner_of(128, block_size=4, max_sequences=16)
+    runner.scheduler.add(*[sequence_of(list(range(60)), max_tokens=3) for _ in range(10)])
+    runner.step()
+    runner.step()
+    assert len(runner.scheduler.running) == 10
+
+
+def test_a_prompt_takes_the_cells_that_are_left() -> None:
+    """Where fewer cells are free than a chunk wants, it is shorter; with none, the newest waits."""
+    runner = runner_of(64, block_size=4, max_sequences=2, max_batch_tokens=4)
+    old = sequence_of(list(range(14)), max_tokens=49)
+    new = sequence_of(list(range(50, 90)), (0, "a"), max_tokens=5)
+    runner.scheduler.add(old)
+    while not old.n_generated:
         runner.step()
-        steps += 1
-    # It gets a seat once every long prompt had its chunk of a step's budget, then a turn.
-    assert steps <= 25
+    runner.scheduler.add(new)
+    lengths: list[int] = []
+    while not new.n_preempted:
+        lengths += [c.n_tokens for c in runner.step().chunks if c.sequence is new]
+    assert lengths[:-1] == [3] * 12
+    assert lengths[-1] < 3
+    runner.finish_all()
+    assert [old.tokens, new.tokens] == [alone(old), alone(new)]
+
+
+def test_a_long_request_ends_under_a_flood() -> None:
+    """While others arrive in every step and cells are short, a long request ends all the same."""
+    runner = runner_of(64, block_size=4, max_sequences=6, max_batch_tokens=16, max_preemptions=2)
+    long = sequence_of([9, 9], (0, "b"), max_tokens=60)
+    runner.scheduler.add(long)
+    n = 0
+    while long.status is not Status.FINISHED:
+        if runner.scheduler.n_waiting < 20:
+            runner.scheduler.add(sequence_of([n, n, n, n, n], (0, "a"), max_tokens=20))
+        n += 1
+        assert n < 500
+        runner.step()
+    assert long.tokens == alone(long)
+
+
+def test_a_prompt_as_long_as_all_cells_is_not_overtaken_for_ever() -> None:
+    """The next in turn that lacks cells holds back later ones until it has them."""
+    runner = runner_of(64, block_size=4, max_sequences=4)
+    runner.scheduler.add(*[sequence_of([i], (0, "a"), max_tokens=9) for i in range(3)])
+    runner.step()
+    big = sequence_of(list(range(63)), (0, "b"), max_tokens=1)
+    small = [sequence_of([50 + i], (0, "c"), max_tokens=1) for i in range(3)]
+    runner.scheduler.add(big, *small)
+    order: list[Sequence] = []
+    while len(order) < 4:
+        order += runner.step().admitted
+    assert order[0] is big
+
+
+def test_a_step_does_not_walk_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step costs does not grow with what the tree holds."""
+    monkeypatch.setattr(PrefixTree, "nodes", lambda self: pytest.fail("walks the tree"))
+    runner = runner_of(64, block_size=4, max_sequences=4)
+    runner.scheduler.add(*[sequence_of([i, i], max_tokens=20) for i in range(9)])
+    runner.finish_all()
+    assert runner.scheduler.stats.n_evicted_tokens > 0
+
+
+def test_stats_name_hits_cells_and_fragmentation() -> None:
+    """The counts of a second sequence over the first one's prompt."""
+    runner = runner_of(64, block_size=8)
+    runner.scheduler.add(sequence_of(list(range(20)), max_tokens=1))
+    runner.finish_all()
+    runner.scheduler.add(sequence_of([*range(12), 77, 78], max_tokens=9))
+    runner.step()
+    stats = runner.scheduler.stats
+    assert (stats.n_hit_tokens, stats.n_computed_tokens, stats.n_evicted_tokens) == (12, 22, 0)
+    assert (stats.n_cells_used, stats.n_cells_in_use, stats.n_cells_shared) == (22, 14, 0)
+    assert (stats.n_waiting, stats.n_running, stats.n_admissions) == (0, 1, 2)
+    assert stats.fragmentation == 1 - 22 / 32
 
 
 @pytest.mark.parametrize("max_preemptions", [0, 1, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -157,12 +158,16 @@ def _spoil_metadata(rng: random.Random, pairs: Pairs) -> None:
 
 def _near(rng: random.Random, value: Any) -> Any:
     """A value of the same kind, a little or very wrong."""
+    near: Any
     if isinstance(value, bool | str):
         return rng.choice(("", "llama", "gpt2", "x" * 5000, value * 2)) if value else not value
     if isinstance(value, int):
-        return rng.choice((value + 1, max(value - 1, 0), value * 2, value // 2, 2**31, 2**32 - 1))
+        near = rng.choice((value + 1, max(value - 1, 0), value * 2, value // 2, 2**31))
+        return min(near, 2**32 - 1)
     if isinstance(value, float):
-        return rng.choice((0.0, -value, value * 1e30, value * 1e-30, 1e-45, 3e38, float("nan")))
+        real = float(value)
+        near = rng.choice((0.0, -real, real * 1e30, real * 1e-30, 1e-45, float("nan")))
+        return 3e38 if abs(near) > 3e38 else near  # what f32 holds
     if not isinstance(value, Sequence) or not value:
         return rng.choice(VALUES)
     items, at = list(value), rng.randrange(len(value))
@@ -220,7 +225,7 @@ def _retyped(rng: random.Random, old: RawTensor) -> RawTensor:
         return replace(old, type=rng.choice((*range(48), 2**31 - 1, 2**31, 2**32 - 1)))
     kind = rng.choice(list(GGML_QUANT_SIZES))
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    n_bytes = int(np.prod(old.shape)) // block * block_bytes
+    n_bytes = min(math.prod(old.shape) // block * block_bytes, 1 << 20)
     source = old.data if rng.random() < 0.5 else rng.randbytes(64)
     return replace(old, type=int(kind), data=(source * (n_bytes // len(source) + 1))[:n_bytes])
 

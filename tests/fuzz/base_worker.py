@@ -28,6 +28,8 @@ def check_base(path: Path) -> str:
             model.vocab.detokenize(range(0, model.vocab.n_tokens, 17))
             with Context(model, n_ctx=256, attention=attention, kv_type="f16") as ctx:
                 logits = ctx.decode([*ids, 0, 0, 0][:3])
+                ctx.generate(TEXT, max_tokens=2, temperature=0.8, seed=1)
+                ctx.generate("Hi", chat=True, max_tokens=1)
     except LoragraphError as error:
         return f"ok {type(error).__name__}"
     if logits.shape != (3, model.hparams.n_vocab):

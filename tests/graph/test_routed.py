@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,16 +70,9 @@ def step(
 ) -> Logits:
     """One step of TOKENS from the first cell on, each with its mix."""
     n = len(which)
-    places = np.arange(n)
     chosen = np.arange(n) if outputs is None else np.asarray(outputs)
-    batch = Batch(
-        np.asarray(TOKENS[:n], np.int32),
-        places.astype(np.int32),
-        places,
-        np.asarray(which, np.int32),
-        tuple(mixes),
-        chosen.astype(np.int32),
-    )
+    plain = Batch.of_one(np.asarray(TOKENS[:n], np.int32), 0, EMPTY_MIX, chosen.astype(np.int32))
+    batch = replace(plain, mix=np.asarray(which, np.int32), mixes=tuple(mixes))
     return context._runner.run(batch)
 
 

@@ -8,8 +8,8 @@ from loragraph.adapters.mix import EMPTY_MIX
 from loragraph.graph.batch import Batch
 from loragraph.graph.stretches import Stretches, mask_from
 
-# Two sequences share positions 0-3 (cells 8-10, 2); the first goes on with cells 20, 21 (rows 0, 1),
-# the second with cell 5 (row 2).
+# Two sequences share positions 0-3 (cells 8-10, 2); the first goes on with cells 20, 21 (rows 0
+# and 1), the second with cell 5 (row 2).
 RUNS = [[(8, 3), (2, 1)], [(20, 2)], [(5, 1)]]
 FIRST = [0, 4, 4]
 VIEWS = [(0, 0, 2, 4, 6), (1, 0, 2, 4, 6), (0, 2, 1, 4, 5), (2, 2, 1, 4, 5)]
@@ -65,3 +65,9 @@ def test_batch_of_one_is_causal() -> None:
     batch = Batch.of_one(np.arange(3, dtype=np.int32), 4, EMPTY_MIX, np.array([2], np.int32))
     mask = mask_from(batch.stretches, 3, 9)
     assert (mask == (np.arange(9) <= batch.cells[:, None])).all()
+
+
+def test_a_mask_reaches_to_the_highest_cell_seen() -> None:
+    """end_cell counts the cells that rows read, not only those that they write."""
+    assert Stretches.of_views(RUNS, FIRST, VIEWS).end_cell == 22
+    assert Stretches.of_one(3, 2).end_cell == 5

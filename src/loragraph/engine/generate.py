@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,8 +246,8 @@ def prompt_tokens(
         if chat:
             return model.chat_tokens([{"role": "user", "content": prompt}], begins=begins)
         return model.vocab.tokenize(prompt, add_special=begins)
-    if len(prompt) and all(isinstance(one, Mapping) for one in prompt):
-        return model.chat_tokens(prompt, begins=begins)  # type: ignore[arg-type]
+    if _are_messages(prompt):
+        return model.chat_tokens(prompt, begins=begins)
     if chat:
         raise InvalidRequestError(
             "expected a text or a list of messages for a chat, got token ids", param="prompt"
@@ -255,9 +255,19 @@ def prompt_tokens(
     return _ids(prompt)
 
 
+def _are_messages(prompt: object) -> TypeGuard[Messages]:
+    """True for a list of mappings; an empty list is one of no token ids."""
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(isinstance(one, Mapping) for one in prompt)
+
+
 def _ids(prompt: object) -> list[int]:
-    ids = np.asarray(prompt)
-    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of unlike lengths inside
+        ids = np.array(None)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidRequestError(
             f"prompt: expected a text, token ids or messages, got {prompt!r:.80}", param="prompt"
         )

@@ -66,6 +66,7 @@ class Model:
         self._contexts: dict[str, None] = {}
         self._n_contexts = 0
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def load(
@@ -84,7 +85,8 @@ class Model:
         `repack=False` keeps every weight as the file has it; `ggml_folder` holds other libggml
         and libllama objects; `progress` gets (bytes done, bytes in all). `check_tensors` reads
         every weight before and refuses NaN, infinities and damaged blocks; without it such weights
-        show as logits that are not finite. Raises GGUFError, UnsupportedError, BackendError.
+        give wrong logits, or some that are not finite. Raises GGUFError, UnsupportedError,
+        BackendError.
 
         Weights are read from the mapped file while the model lives. The file must not be written
         to: one that shrinks raises GGUFError at the next step, or, where it shrinks within a step,
@@ -216,9 +218,14 @@ class Model:
         raise self._was_closed()
 
     def check_open(self) -> None:
-        """Raises LifecycleError after close()."""
+        """Raises LifecycleError after close(), and in a process forked from the one that loaded."""
         if self._closed:
             raise self._was_closed()
+        if self._pid != os.getpid():
+            raise LifecycleError(
+                f"the model {self.path.name} was used in a forked process",
+                hint="the threads of ggml do not survive a fork: load the model there",
+            )
 
     def check_files(self) -> None:
         """Raises GGUFError where a mapped file has become shorter; see `load`."""
@@ -248,11 +255,11 @@ class Model:
                 )
             if self._closed:
                 return
+            self.vocab.close()  # raises while another thread is in one of its calls
             self._closed = True
             adapters = tuple(self._adapters)
         for adapter in adapters:
             adapter.close()
-        self.vocab.close()
         self.weights.close()
         self._backend.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,19 +105,26 @@ class Runner:
             self._reserve(n_batch)
             undo.pop_all()
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        """One step: logits (n_outputs, n_vocab) f32, a copy."""
+    def run(self, batch: Batch, *, copy: bool = True) -> NDArray[np.float32]:
+        """One step: logits (n_outputs, n_vocab) f32; without `copy` borrowed until the next."""
+        if batch.n_outputs == 0:  # no graph without a row: one is computed and dropped
+            last = np.array([batch.n_tokens - 1], np.int32)
+            return self.run(replace(batch, outputs=last), copy=copy)[:0]
         n_kv = self._attention.n_kv(batch, self._cache.n_cells)
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
         self._backend.compute(graph.graph)
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
-        return graph.values.copy()
+        return graph.values.copy() if copy else graph.values
 
     def clear_cells(self, first: int) -> None:
         """Zeroes the cells from `first` on."""
         self._cache.clear_from(first)
+
+    def zero_cells(self, cells: NDArray[np.int64]) -> None:
+        """Zeroes these cells, (n,) i64."""
+        self._cache.zero(cells)
 
     def drop_graphs(self) -> None:
         """Drops every kept graph."""

@@ -106,6 +106,8 @@ class Sampler:
         self.seed = secrets.randbelow(2**32 - 1) if params.seed is None else params.seed
         self._vocab = vocab
         self._bias_ids, self._bias = _bias_arrays(vocab, params)
+        only_forbids = bool(np.all(self._bias == -np.inf))
+        self._forbidden = frozenset(self._bias_ids.tolist()) if only_forbids else None
         self._recent: deque[int] = deque(maxlen=params.repeat_last_n)
         # the grammar first: it is what can be refused, and nothing is owned yet
         self._grammar = (
@@ -113,6 +115,21 @@ class Sampler:
         )
         self._penalties = _penalties(vocab, params) if params.penalises else None
         self._filters = None if params.greedy else _filters(vocab.lib, params, self.seed)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is just the largest logit's, unless that is `forbidden`."""
+        return (
+            self.params.greedy
+            and self._forbidden is not None
+            and self._grammar is None
+            and self._penalties is None
+        )
+
+    @property
+    def forbidden(self) -> frozenset[int] | None:
+        """Tokens that logit_bias only forbids; None where it does more."""
+        return self._forbidden
 
     def sample(self, logits: NDArray[np.float32]) -> int:
         """The next token for `logits` (n_vocab,) f32, which stay unchanged. Does not accept it.
@@ -149,6 +166,7 @@ class Sampler:
         other = object.__new__(Sampler)
         other.params, other.seed, other._vocab = self.params, self.seed, self._vocab
         other._bias_ids, other._bias = self._bias_ids, self._bias
+        other._forbidden = self._forbidden
         other._recent = self._recent.copy()
         other._grammar = self._grammar.clone() if self._grammar is not None else None
         other._penalties = self._penalties.clone() if self._penalties is not None else None

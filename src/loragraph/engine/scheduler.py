@@ -1,7 +1,7 @@
 """Which tokens of which sequences make up the next step. Pure: no ggml, clock, thread or log.
 
-Prefill and decode are not phases. A step takes one token of every sequence that decodes, then fills
-its budget with chunks of prompts, then admits.
+Prefill and decode are not phases. A step takes one token of every sequence that decodes, admits
+while there are seats and cells, and fills the rest of its budget with chunks of prompts.
 
 **Sharing.** A chunk's tokens enter the prefix tree when they are scheduled, and every row of a step
 reads cells after all of the step's K and V of that layer are written. So a sequence whose next
@@ -21,11 +21,12 @@ prefill, at most P - 1 chunks of others come before the next chunk of a flow.
 running ones may ever need, are no more than there are; it goes first in a step and may preempt
 everyone unprotected. So it never lacks a cell and is never preempted: each sequence is preempted at
 most `max_preemptions` times.
-(2) A step with running sequences computes a token or preempts one. Who lacks cells evicts what
-nobody uses, preempts the newest unprotected one behind it that has no chunk in this step, or else
-is preempted itself; and the last one left alone finds cells, since no sequence is longer than all
-cells. With none running, the next ready one is admitted.
-(3) Preemptions are finite by (1), the tokens to compute between them too, so all sequences end.
+(2) A step with running sequences computes a token, preempts or admits one. Who lacks cells evicts
+what nobody uses, preempts the newest unprotected one behind it that has no chunk in this step, or
+else is preempted itself; and the last one left alone finds cells, since no sequence is longer than
+all cells. With none running, the next ready one is admitted.
+(3) Preemptions are finite by (1), so are admissions and the tokens to compute between them: all
+sequences end.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ class Scheduler:
         """The next step. Its tokens count as computed from now on; `complete` or `fail` it."""
         assert not self._in_step, "the last step was neither completed nor failed"
         step = _Step(self.config.max_batch_tokens)
-        decoding, prefilling = self._turns()
         urgent = [one for one in self.running if self._is_protected(one)]
+        decoding = [one for one in self.running if one.decoding and not self._is_protected(one)]
         others = len(urgent) + len(decoding)
         for sequence in urgent:
             others -= 1  # each of those behind it keeps a token of the budget
@@ -164,11 +165,11 @@ class Scheduler:
         for sequence in decoding:
             if sequence.status is Status.RUNNING:
                 self._extend(step, sequence, 1)
-        for sequence in prefilling:
-            if sequence.status is Status.RUNNING and step.budget > 0:
-                self._advance(step, sequence, step.budget)
         if not step.preempted:
             self._admit(step, ready)
+        for sequence in self._in_turn(step):
+            if sequence.status is Status.RUNNING and step.budget > 0:
+                self._advance(step, sequence, step.budget)
         self._in_step = bool(step.chunks)
         return StepPlan(tuple(step.chunks), tuple(step.preempted), tuple(step.admitted))
 
@@ -203,41 +204,38 @@ class Scheduler:
         if full or len(sequence.tokens) - sequence.n_prompt >= sequence.max_tokens:
             self.finish(sequence, "length")
 
-    def _turns(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Unprotected running sequences: those that decode, and those that prefill in turn.
+    def _in_turn(self, step: _Step) -> list[Sequence]:
+        """Running sequences without a chunk: those in prefill, in turn.
 
         In turn: the oldest of each flow, the flow served longest ago first; then the second oldest
         of each flow, and so on.
         """
-        decoding: list[Sequence] = []
-        prefilling: list[tuple[int, int, int, Sequence]] = []
+        turns: list[tuple[int, int, int, Sequence]] = []
         n_of_flow: dict[Hashable, int] = {}
         for one in self.running:
-            if self._is_protected(one):
-                continue
-            if one.decoding:
-                decoding.append(one)
-                continue
-            place = n_of_flow[one.flow] = n_of_flow.get(one.flow, 0) + 1
-            prefilling.append((place, self._prefill_turn.get(one.flow, 0), one.rank, one))
+            if one not in step.busy:
+                place = n_of_flow[one.flow] = n_of_flow.get(one.flow, 0) + 1
+                turns.append((place, self._prefill_turn.get(one.flow, 0), one.rank, one))
         self._prefill_turn = {flow: self._prefill_turn.get(flow, 0) for flow in n_of_flow}
-        return decoding, [one for _, _, _, one in sorted(prefilling, key=lambda entry: entry[:3])]
+        return [one for _, _, _, one in sorted(turns, key=lambda entry: entry[:3])]
 
     def _advance(self, step: _Step, sequence: Sequence, n_at_most: int) -> None:
         """Walks along what the tree holds by now, then schedules a chunk."""
-        assert sequence.node is not None
-        start, end = sequence.n_computed, sequence.n_reusable
-        if start < end:
-            parts = sequence.key_parts(start, end)
-            sequence.node, n = self.tree.advance(sequence.node, sequence.tokens, parts)
-            if n:
-                sequence.n_computed += n
-                sequence.n_hit += n if sequence.n_preempted == 0 else 0
-                self.blocks.leave(sequence.cursor)
-        n = min(sequence.n_pending, n_at_most)
-        if n > 0 and self._extend(step, sequence, n):
+        self._match(sequence)
+        if self._extend(step, sequence, min(sequence.n_pending, n_at_most)):
             self._turn += 1
             self._prefill_turn[sequence.flow] = self._turn
+
+    def _match(self, sequence: Sequence) -> None:
+        start, end = sequence.n_computed, sequence.n_reusable
+        if start >= end or sequence.node is None:
+            return
+        parts = sequence.key_parts(start, end)
+        sequence.node, n = self.tree.advance(sequence.node, sequence.tokens, parts)
+        if n:
+            sequence.n_computed += n
+            sequence.n_hit += n if sequence.n_preempted == 0 else 0
+            self.blocks.leave(sequence.cursor)
 
     def _extend(self, step: _Step, sequence: Sequence, n: int) -> bool:
         """Schedules the next `n` tokens, or as many as cells can be found for; False for none."""
@@ -321,9 +319,9 @@ class Scheduler:
         return None
 
     def _admit(self, step: _Step, ready: Ready) -> None:
-        """Waiting sequences, one a flow in turn, while there are seats, budget and cells."""
+        """Waiting sequences, one a flow in turn, while there are seats and cells."""
         turns = deque(self._flows)
-        while turns and step.budget > 0 and len(self.running) < self.config.max_sequences:
+        while turns and len(self.running) < self.config.max_sequences:
             flow = turns.popleft()
             sequence = self._flows[flow][0]
             if not ready(sequence):
@@ -331,13 +329,11 @@ class Scheduler:
             if not self._has_room_for(sequence):
                 return
             self._leave_queue(sequence)
-            rest = self._flows.pop(flow, None)
-            if rest is not None:  # served: behind the others
-                self._flows[flow] = rest
+            if flow in self._flows:  # served: behind the others
+                self._flows[flow] = self._flows.pop(flow)
                 turns.append(flow)
             self._start(sequence)
             step.admitted.append(sequence)
-            self._advance(step, sequence, step.budget)
 
     def _has_room_for(self, sequence: Sequence) -> bool:
         """Whether its known tokens fit beside what runs; if protected, all it may ever need."""
@@ -371,6 +367,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         sequence.node = self.tree.root
         insort(self.running, sequence, key=lambda one: one.rank)
+        self._match(sequence)  # at once, so that nobody evicts what it is going to use
 
     def _preempt(self, step: _Step, sequence: Sequence) -> None:
         """Back to the head of its flow; its cells stay in the tree until they are evicted."""

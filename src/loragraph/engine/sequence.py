@@ -89,9 +89,10 @@ class Sequence:
 
     def n_outputs(self, start: int, end: int) -> int:
         """Of tokens [start, end), how many at the end have logits that count."""
-        if self.logits_from is not None:
-            return max(0, end - max(start, self.logits_from))
-        return int(end == len(self.tokens) and self.max_tokens > 0)
+        last = int(end == len(self.tokens) and self.max_tokens > 0)
+        if self.logits_from is None:
+            return last
+        return max(last, end - max(start, self.logits_from))
 
     def key_at(self, index: int) -> EdgeKey:
         """The tree's edge key of token `index`."""
@@ -111,6 +112,8 @@ class Sequence:
 
     def _cut(self, start: int, end: int) -> list[tuple[int, int, int]]:
         """(segment index, start, end) of the segments of tokens [start, end)."""
+        if start >= self._starts[-1]:  # the last segment: every token that decodes
+            return [(len(self._starts) - 1, start, end)]
         i = bisect_right(self._starts, start) - 1
         parts = []
         while start < end:

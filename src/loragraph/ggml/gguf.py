@@ -42,10 +42,10 @@ _SCALARS: Mapping[int, tuple[str, str]] = {  # GGUF value type -> name, numpy dt
 _STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {code: name for code, (name, _) in _SCALARS.items()} | {8: "string", 9: "array"}
 _MIN_BYTES = 24  # magic, version, two counts
-_HEADER_BYTES = (16 << 20, 64 << 20)
-"""The parser is given this much of the file, then this much. A wrong count makes it allocate up to
-16 times the bytes it was given, and read them one value at a time: the limit bounds both. A
-vocabulary of 49,000 tokens with its merges takes 2 MB."""
+_HEADER_BYTES = (4 << 20, 16 << 20, 64 << 20)
+"""The parser is given this much of the file, then this much, and so on. A wrong count makes it
+allocate up to 16 times the bytes it was given, and read them one value at a time: the limit bounds
+both. A vocabulary of 49,000 tokens with its merges takes 2 MB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,10 +131,15 @@ class Library:
             )
 
 
-@functools.cache
 def load_library(folder: Path | None = None) -> Library:
     """Opens the native library once a process; `folder` overrides llama-cpp-python's own."""
-    return Library(folder if folder is not None else _package_folder())
+    return _opened(folder if folder is not None else _package_folder())
+
+
+@functools.cache
+def _opened(folder: Path) -> Library:
+    """One object however the folder was named: the declarations take a tenth of a second."""
+    return Library(folder)
 
 
 def _package_folder() -> Path:

@@ -17,7 +17,7 @@ class Batch:
 
     A row is a token of the step; a sequence's rows stand together, ascending by position. It sees
     the cells that `stretches` names for it: its own sequence up to itself, whatever cells those
-    are. There may be no output at all (a step of prompts that do not end yet).
+    are.
     """
 
     tokens: NDArray[np.int32]  # (n_tokens,) i32

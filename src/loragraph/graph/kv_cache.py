@@ -37,21 +37,23 @@ class KvCache:
         except BaseException:
             self._ctx.close()
             raise
-        self._buffer.prefer_huge_pages()
         # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
         lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
 
     def clear_from(self, first: int) -> None:
         """Zeroes the cells [first, n_cells) of every layer."""
+        self.zero(np.arange(first, self.n_cells))
+
+    def zero(self, cells: NDArray[np.int64]) -> None:
+        """Zeroes these cells, (n,) i64, of every layer."""
         for k in self.k:
-            self._bytes(k).reshape(self.n_cells, -1)[first:] = 0
+            self._bytes(k).reshape(self.n_cells, -1)[cells] = 0
         for v in self.v:
             values = self._bytes(v)
             if self.v_transposed:
-                start = first * values.size // (v.ne[0] * v.ne[1])
-                values.reshape(v.ne[1], -1)[:, start:] = 0
+                values.reshape(v.ne[1], self.n_cells, -1)[:, cells] = 0
             else:
-                values.reshape(self.n_cells, -1)[first:] = 0
+                values.reshape(self.n_cells, -1)[cells] = 0
 
     @staticmethod
     def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:

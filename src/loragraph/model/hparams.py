@@ -126,10 +126,10 @@ def _head_size(file: GGUFFile, arch: str, n_embd: int, n_head: int) -> int:
 
 def _n_vocab(file: GGUFFile, arch: str) -> int:
     """The tokens there are; as in llama.cpp, the key counts only where there are none."""
-    tokens = "tokenizer.ggml.tokens"
-    if tokens in file:
-        return max(1, file.array_length(tokens))
-    return file.integer(f"{arch}.vocab_size", low=1)
+    key, tokens = f"{arch}.vocab_size", "tokenizer.ggml.tokens"
+    if tokens not in file and key in file:
+        return file.integer(key, low=1)
+    return max(1, file.array_length(tokens))
 
 
 def _real(

@@ -14,7 +14,7 @@ from typing import Any
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
-from loragraph.ggml.handles import F32, STORAGE_ONLY, Buffer, Tensor, TensorContext
+from loragraph.ggml.handles import F32, Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.files import ModelFiles
 
@@ -172,8 +172,6 @@ class Weights:
             raise GGUFError(
                 f"expected sizes {list(ne)}, got {list(info.ne)}", path=info.path, where=source
             )
-        if info.type in STORAGE_ONLY and use is not Use.VECTOR:
-            raise self._not_computable(name, info)
         if self._ctx is None:
             self._ctx = TensorContext(self.lib, 4 * len(self.files.tensors) + 16)
         tensor = self._ctx.new_tensor(info.type, ne, name)

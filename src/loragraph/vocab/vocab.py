@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import repeat
 from typing import Any, Self
 
-from loragraph.errors import GGUFError, InvalidRequestError, UnsupportedError
+from loragraph.errors import GGUFError, InvalidRequestError, LifecycleError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.handles import Handle
 from loragraph.ggml.lib import Library
@@ -27,12 +29,14 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # llama.h, enum llama_token_attr
 
 
 class Vocab(Handle):
-    """The vocabulary of a GGUF file; close() frees it. All methods but close() may be called from
-    several threads at once.
+    """The vocabulary of a GGUF file; close() frees it. All methods may be called from several
+    threads at once; close() raises LifecycleError while another thread is in one of them.
     """
 
     def __init__(self, lib: Library, model: Any, metadata: VocabMetadata) -> None:
         super().__init__(lib, model, "vocabulary")
+        self._lock = threading.Lock()
+        self._n_users = 0  # calls into libllama that are under way
         self._vocab = lib.c.llama_model_get_vocab(model)
         self._chat_templates = dict(metadata.chat_templates)
         self._recurses = metadata.model == "gpt2" and metadata.pre not in LOOPS
@@ -106,11 +110,12 @@ class Vocab(Handle):
         self._check(token)
         c, size = self.lib.c, 64
         buffer = self.lib.ffi.new("char[]", size)
-        n = c.llama_token_to_piece(self._open, token, buffer, size, 0, special)
-        if n < 0:
-            size = -n
-            buffer = self.lib.ffi.new("char[]", size)
-            n = c.llama_token_to_piece(self._open, token, buffer, size, 0, special)
+        with self._using() as vocab:
+            n = c.llama_token_to_piece(vocab, token, buffer, size, 0, special)
+            if n < 0:
+                size = -n
+                buffer = self.lib.ffi.new("char[]", size)
+                n = c.llama_token_to_piece(vocab, token, buffer, size, 0, special)
         return bytes(self.lib.ffi.buffer(buffer, max(n, 0)))
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = True) -> str:
@@ -121,9 +126,10 @@ class Vocab(Handle):
         size = 16 * len(tokens) + 64
         for _ in range(2):
             buffer = self.lib.ffi.new("char[]", size)
-            n = self.lib.c.llama_detokenize(
-                self._open, ids, len(tokens), buffer, size, False, special
-            )
+            with self._using() as vocab:
+                n = self.lib.c.llama_detokenize(
+                    vocab, ids, len(tokens), buffer, size, False, special
+                )
             if n >= 0:
                 return bytes(self.lib.ffi.buffer(buffer, n)).decode("utf-8", "replace")
             size = -n + 64
@@ -132,17 +138,20 @@ class Vocab(Handle):
     def is_eog(self, token: int) -> bool:
         """True for the tokens that end a generation (EOS, EOT, EOM and their like)."""
         self._check(token)
-        return bool(self.lib.c.llama_vocab_is_eog(self._open, token))
+        with self._using() as vocab:
+            return bool(self.lib.c.llama_vocab_is_eog(vocab, token))
 
     def is_control(self, token: int) -> bool:
         """True for control tokens, which have no text of their own."""
         self._check(token)
-        return bool(self.lib.c.llama_vocab_is_control(self._open, token))
+        with self._using() as vocab:
+            return bool(self.lib.c.llama_vocab_is_control(vocab, token))
 
     def text(self, token: int) -> str:
         """The token as it stands in the file, e.g. "Ġthe" for " the"."""
         self._check(token)
-        return self.lib.text(self.lib.c.llama_vocab_get_text(self._open, token))
+        with self._using() as vocab:
+            return self.lib.text(self.lib.c.llama_vocab_get_text(vocab, token))
 
     def chat_template(self, name: str | None = None) -> str | None:
         """The Jinja source of the file's chat template, or of its named variant; None if none."""
@@ -151,8 +160,9 @@ class Vocab(Handle):
     @cached_property
     def eog_tokens(self) -> frozenset[int]:
         """All tokens that end a generation."""
-        is_eog = map(self.lib.c.llama_vocab_is_eog, repeat(self._open), range(self.n_tokens))
-        return frozenset(token for token, ends in enumerate(is_eog) if ends)
+        with self._using() as vocab:
+            is_eog = map(self.lib.c.llama_vocab_is_eog, repeat(vocab), range(self.n_tokens))
+            return frozenset(token for token, ends in enumerate(is_eog) if ends)
 
     @cached_property
     def piece_index(self) -> PieceIndex:
@@ -160,22 +170,38 @@ class Vocab(Handle):
         return PieceIndex.build(self._pieces(), self.eog_tokens)
 
     def _pieces(self) -> Iterator[bytes]:
-        get, vocab, unpack = self.lib.c.llama_token_to_piece, self._open, self.lib.ffi.unpack
+        get, unpack = self.lib.c.llama_token_to_piece, self.lib.ffi.unpack
         size = 256
         buffer = self.lib.ffi.new("char[]", size)  # one for all: allocation is most of the cost
-        for token in range(self.n_tokens):
-            n = get(vocab, token, buffer, size, 0, True)
-            yield unpack(buffer, n) if n >= 0 else self.piece(token)
+        with self._using() as vocab:
+            for token in range(self.n_tokens):
+                n = get(vocab, token, buffer, size, 0, True)
+                yield unpack(buffer, n) if n >= 0 else self.piece(token)
 
     @property
     def vocab_ptr(self) -> Any:
         """libllama's `llama_vocab *`, borrowed until close()."""
-        return self._open
-
-    @property
-    def _open(self) -> Any:
         _ = self.ptr  # raises after close
         return self._vocab
+
+    def close(self) -> None:
+        """Frees it, once; LifecycleError while another thread is in one of the other methods."""
+        with self._lock:
+            if self._n_users:
+                raise LifecycleError("the vocabulary was closed while another thread uses it")
+            super().close()
+
+    @contextmanager
+    def _using(self) -> Iterator[Any]:
+        """libllama's vocabulary, which close() does not free meanwhile."""
+        with self._lock:
+            _ = self.ptr  # raises after close
+            self._n_users += 1
+        try:
+            yield self._vocab
+        finally:
+            with self._lock:
+                self._n_users -= 1
 
     def _tokenize(
         self, data: bytes, tokens: Any, capacity: int, add_special: bool, parse_special: bool
@@ -183,11 +209,12 @@ class Vocab(Handle):
         def call() -> int:
             text = self.lib.ffi.from_buffer(data)
             n = self.lib.c.llama_tokenize(
-                self._open, text, len(data), tokens, capacity, add_special, parse_special
+                vocab, text, len(data), tokens, capacity, add_special, parse_special
             )
             return int(n)
 
-        return with_deep_stack(call, len(data)) if self._recurses else call()
+        with self._using() as vocab:
+            return with_deep_stack(call, len(data)) if self._recurses else call()
 
     def _check_specials(self, data: bytes, parse_special: bool) -> None:
         if len(data) <= MAX_SPECIALS:
@@ -203,12 +230,13 @@ class Vocab(Handle):
     def _special_texts(self) -> list[tuple[int, bytes]]:
         """(attributes, text) of the tokens that libllama searches for in texts."""
         c, string = self.lib.c, self.lib.ffi.string
-        attrs = enumerate(map(c.llama_vocab_get_attr, repeat(self._open), range(self.n_tokens)))
-        return [
-            (attr, bytes(string(c.llama_vocab_get_text(self._open, token))))
-            for token, attr in attrs
-            if attr & (_UNKNOWN | _CONTROL | _USER_DEFINED)
-        ]
+        with self._using() as vocab:
+            attrs = enumerate(map(c.llama_vocab_get_attr, repeat(vocab), range(self.n_tokens)))
+            return [
+                (attr, bytes(string(c.llama_vocab_get_text(vocab, token))))
+                for token, attr in attrs
+                if attr & (_UNKNOWN | _CONTROL | _USER_DEFINED)
+            ]
 
     def _special(self, getter: Any) -> int | None:
         token = int(getter(self._vocab))

@@ -20,8 +20,7 @@ CELL_QUANTUM = 256
 
 def masked_n_kv(batch: Batch, n_cells: int) -> int:
     """Cells that a masked graph walks: up to the last one seen, in whole quanta of `n_cells`."""
-    seen = batch.stretches
-    n_used = int((seen.run_start + seen.run_length).max())
+    n_used = batch.stretches.end_cell
     return min(n_cells, max(CELL_QUANTUM, -(-n_used // CELL_QUANTUM) * CELL_QUANTUM))
 
 
@@ -70,4 +69,4 @@ def write_causal_mask(inputs: Inputs, batch: Batch, n_kv: int) -> None:
         start = seen.run_start[0]
         mask[0, start + seen.row_begin[0] : start + seen.row_end[0]] = 0
     else:
-        mask[mask_from(seen, batch.n_tokens, n_kv)] = 0
+        np.copyto(mask, 0, where=mask_from(seen, batch.n_tokens, n_kv))

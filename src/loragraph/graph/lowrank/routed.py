@@ -6,7 +6,7 @@ change, and its number of nodes does not depend on what is registered.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,10 @@ class RoutedLowering:
     def attach(self, mix: Mix) -> None:
         """Makes the adapters resident."""
         self._resident.hold(mix.adapters)
+
+    def hold(self, adapters: Iterable[Adapter]) -> None:
+        """Makes exactly these adapters resident, for steps with any mixes of them."""
+        self._resident.hold(adapters)
 
     def begin(self, batch: Batch) -> GraphLowering:
         """Nodes for every weight, or none for a batch of the base alone."""

@@ -1,0 +1,417 @@
+"""The engine without its thread: what is asked of it, and one step after another.
+
+    admit -> schedule -> run -> sample -> update
+
+One thread uses it. It knows neither queues nor files: loads are started through a callback and
+reported back, results leave through the sinks of the jobs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.adapters.adapter import Adapter
+from loragraph.engine.batching import batch_of
+from loragraph.engine.invocation import active_from, segments_of
+from loragraph.engine.job import ChoiceState, Job
+from loragraph.engine.parts import StepRunner, TokenTexts, best_tokens, logprobs_of
+from loragraph.engine.plan import Chunk, SchedulerConfig, StepPlan
+from loragraph.engine.pool import Grant
+from loragraph.engine.registry import Generation
+from loragraph.engine.request import AdapterUse
+from loragraph.engine.residency import Residency
+from loragraph.engine.scheduler import Scheduler
+from loragraph.engine.sequence import Sequence
+from loragraph.engine.waiting import WaitingJobs
+from loragraph.errors import (
+    BackendError,
+    CapacityError,
+    DeadlineError,
+    LoragraphError,
+)
+
+
+@dataclass(slots=True)
+class CoreStats:
+    """Events since the start, and jobs of now."""
+
+    n_submitted: int = 0
+    n_finished: int = 0
+    n_failed: int = 0
+    n_aborted: int = 0
+    n_steps: int = 0
+    n_step_failures: int = 0
+    n_prompt_tokens: int = 0
+    n_generated_tokens: int = 0
+    n_jobs: int = 0  # known now: waiting, loading or running
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """A load for no request. `pin`: it stays until `unpin`; `done` gets the error, or None."""
+
+    generation: Generation
+    done: Callable[[LoragraphError | None], None]
+    pin: bool = False
+
+
+class EngineCore:
+    """Scheduler, residency and samplers around one runner."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: StepRunner,
+        texts: TokenTexts,
+        residency: Residency,
+        clock: Callable[[], float],
+        max_waiting: int = 1024,
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.residency = residency
+        self.waiting = WaitingJobs(max_waiting, max_overtaken=2 * config.max_sequences)
+        self.stats = CoreStats()
+        self._runner = runner
+        self._texts = texts
+        self._clock = clock
+        self._loading: dict[Job, None] = {}  # hold places in the pool, in part still loading
+        self._running: dict[Job, None] = {}  # in the scheduler
+        self._closed: LoragraphError | None = None
+        self._ids = itertools.count()
+        self._choices: dict[Sequence, ChoiceState] = {}
+        self._scores: dict[Sequence, Job] = {}
+        self._holds: dict[Hold, None] = {}  # loading
+        self._pins: dict[Hold, None] = {}
+        self._pieces: dict[int, tuple[bytes, bool]] = {}
+
+    @property
+    def jobs(self) -> Iterator[Job]:
+        """Every job that has not ended."""
+        yield from self.waiting
+        yield from self._loading
+        yield from self._running
+
+    @property
+    def n_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return len(self.waiting) + len(self._loading) + len(self._running)
+
+    def submit(self, job: Job) -> None:
+        """Takes a job in; what is wrong goes to its sink."""
+        self.stats.n_submitted += 1
+        job.submitted = self._clock()
+        try:
+            if self._closed is not None:
+                raise self._closed
+            self.residency.pool.check(job.wanted)
+            self.waiting.add(job)
+        except LoragraphError as error:
+            self._end(job, error)
+
+    def abort(self, job: Job) -> None:
+        """Ends a job in any state; its sink gets what there is, as "abort"."""
+        if not job.ended:
+            self.stats.n_aborted += 1
+            self._leave(job)
+            self._end(job, None)
+
+    def on_load(self, generation: Generation, outcome: Adapter | LoragraphError) -> None:
+        """A load ended."""
+        failed = self.residency.on_load(generation, outcome)
+        if failed:
+            error = self.residency.pool.error_of(generation)
+            for ticket in failed:
+                if isinstance(ticket, Job):
+                    self._fail(ticket, error)
+                elif isinstance(ticket, Hold):
+                    self._holds.pop(ticket, None)
+                    self.residency.pool.release(ticket)
+                    ticket.done(error)
+        for hold in [hold for hold in self._holds if self.residency.pool.ready(hold)]:
+            del self._holds[hold]
+            self._held(hold)
+        for job in [job for job in self._loading if self.residency.pool.ready(job)]:
+            del self._loading[job]
+            self._start(job)
+
+    def next_deadline(self) -> float:
+        """On the clock; infinity where no job has one."""
+        return min(
+            (job.deadline for job in self.jobs if job.deadline is not None), default=math.inf
+        )
+
+    def step(self) -> bool:
+        """One step; False where there was nothing to compute."""
+        self._expire()
+        self._admit()
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return bool(plan.preempted)
+        self.residency.sync()
+        try:
+            logits = self._runner.run(batch_of(plan), copy=False)
+        except (LoragraphError, MemoryError) as error:
+            self._step_failed(error)
+            return True
+        self.stats.n_steps += 1
+        self.scheduler.complete(plan)
+        self._update(plan, logits)
+        return True
+
+    def hold(self, hold: Hold) -> None:
+        """Loads an adapter for no request, and pins it where asked; see Hold."""
+        try:
+            grant = self.residency.acquire(hold, [hold.generation], pin=hold.pin)
+        except LoragraphError as error:
+            hold.done(error)
+            return
+        if grant is Grant.BLOCKED:
+            hold.done(CapacityError("no room: every resident adapter is in use or pinned"))
+        elif grant is Grant.READY:
+            self._held(hold)
+        else:
+            self._holds[hold] = None
+
+    def unpin(self, generation: Generation) -> None:
+        """Takes the pins of a generation back; it may be dropped once nobody uses it."""
+        for hold in [one for one in self._pins if one.generation is generation]:
+            del self._pins[hold]
+            self.residency.pool.release(hold)
+
+    def retire(self, generation: Generation) -> None:
+        """The generation's name means something else now: it goes once nobody uses it."""
+        self.unpin(generation)
+        self.residency.pool.retire(generation)
+
+    def close(self, error: LoragraphError) -> None:
+        """Ends every job, and every job to come, with an error."""
+        self._closed = error
+        for job in list(self.jobs):
+            self._fail(job, error)
+        for hold in list(self._holds):
+            hold.done(error)
+
+    def _held(self, hold: Hold) -> None:
+        if hold.pin:
+            self._pins[hold] = None
+        else:
+            self.residency.pool.release(hold)
+        hold.done(None)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if self.next_deadline() > now:
+            return
+        for job in [one for one in self.jobs if one.deadline is not None and one.deadline <= now]:
+            self._leave(job)
+            late = DeadlineError(
+                f"the request's time was over after {now - job.submitted:.3g} s",
+                result=job.result(now),
+            )
+            self._end(job, late)
+
+    def _admit(self) -> None:
+        for job, answer in self.waiting.serve(self._has_seat, self._acquire):
+            if isinstance(answer, LoragraphError):
+                self._end(job, answer)
+            elif answer is Grant.LOADING:
+                self._loading[job] = None
+            else:
+                self._start(job)
+
+    def _has_seat(self) -> bool:
+        scheduler, seats = self.scheduler, self.scheduler.config.max_sequences
+        n_taken = len(scheduler.running) + scheduler.n_waiting
+        return n_taken < seats and len(self._loading) < seats
+
+    def _acquire(self, job: Job) -> Grant:
+        return self.residency.acquire(job, job.scales) if job.scales else Grant.READY
+
+    def _start(self, job: Job) -> None:
+        """Gives a job, whose adapters are in memory, to the scheduler."""
+        try:
+            sequences = self._sequences(job)
+            self.scheduler.add(*sequences)
+        except LoragraphError as error:
+            self._fail(job, error)
+            return
+        job.started = self._clock()
+        self.stats.n_prompt_tokens += len(job.tokens)
+        self._running[job] = None
+        if job.score_from is not None:
+            job.score_sequence = sequences[0]
+            self._scores[sequences[0]] = job
+        for choice, sequence in zip(job.choices, sequences, strict=False):
+            choice.sequence = sequence
+            self._choices[sequence] = choice
+
+    def _sequences(self, job: Job) -> list[Sequence]:
+        adapters = self.residency.adapters
+        scaled, uses = [], []
+        for generation, scale in job.scales.items():
+            adapter = adapters[generation]
+            start = active_from(adapter, job.tokens)
+            scaled.append((adapter, scale, start))
+            use = AdapterUse(generation.name, generation.number, adapter.digest, scale, start)
+            uses.append(use)
+        job.uses = tuple(uses)
+        segments = segments_of(scaled)
+        for segment in segments:
+            self.residency.check(segment.mix)
+        logits_from = None if job.score_from is None else job.score_from - 1
+        return [
+            Sequence(
+                next(self._ids),
+                list(job.tokens),
+                len(job.tokens),
+                segments,
+                job.max_tokens,
+                salt=job.salt,
+                logits_from=logits_from,
+            )
+            for _ in range(max(1, len(job.choices)))
+        ]
+
+    def _update(self, plan: StepPlan, logits: NDArray[np.float32]) -> None:
+        """Samples and sends out; `logits` (n_outputs, n_vocab) f32 in the order of the chunks."""
+        chosen: list[tuple[ChoiceState, int]] = []
+        row = 0
+        for chunk in plan.chunks:
+            rows = slice(row, row + chunk.n_outputs)
+            row += chunk.n_outputs
+            job = self._scores.get(chunk.sequence)
+            if job is not None:
+                self._add_logprobs(job, chunk, logits[rows])
+            elif chunk.wants_token:
+                chosen.append((self._choices[chunk.sequence], rows.stop - 1))
+            elif chunk.sequence.finish_reason is not None:  # max_tokens 0
+                self._choices[chunk.sequence].finish("", None, "length")
+                self._end_if_done(self._choices[chunk.sequence].job)
+        if chosen:
+            self._choose(chosen, logits[:, : self._texts.n_tokens])
+
+    def _choose(self, chosen: list[tuple[ChoiceState, int]], logits: NDArray[np.float32]) -> None:
+        """The next token of each choice; `logits` (n_outputs, n_tokens) f32, a row of it each."""
+        best = best_tokens(logits, [row for choice, row in chosen if choice.sampler.is_argmax])
+        spoiled = False
+        for choice, row in chosen:
+            if choice.job.ended:
+                continue  # another choice of it failed just now
+            try:
+                token = best.get(row)
+                if token is None or token in (choice.sampler.forbidden or ()):
+                    token = choice.sampler.sample(logits[row])
+                choice.sampler.accept(token)
+            except LoragraphError as error:
+                spoiled |= isinstance(error, BackendError)
+                self._fail(choice.job, error)
+                continue
+            self._take(choice, token)
+        if spoiled:
+            self._drop_unused_cells()
+
+    def _take(self, choice: ChoiceState, token: int) -> None:
+        """A sampled token: text, stop strings, the end."""
+        job, sequence = choice.job, choice.sequence
+        assert sequence is not None
+        self.stats.n_generated_tokens += 1
+        if job.first_token is None:
+            job.first_token = self._clock()
+        piece, ends = self._piece(token)
+        if ends:
+            self.scheduler.finish(sequence, "stop")
+            choice.finish(choice.text.flush(), token, "stop")
+            self._end_if_done(job)
+            return
+        choice.tokens.append(token)
+        text = choice.text.feed(piece)
+        self.scheduler.append(sequence, token)
+        if sequence.finish_reason is not None:
+            text += choice.text.flush()
+        if choice.text.stopped:
+            self.scheduler.finish(sequence, "stop")
+            choice.finish(text, token, "stop")
+        elif sequence.finish_reason is not None:
+            choice.finish(text, token, "length")
+        else:
+            choice.emit(text, token)
+            return
+        self._end_if_done(job)
+
+    def _piece(self, token: int) -> tuple[bytes, bool]:
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._texts.piece(token, special=False), self._texts.is_eog(token)
+            self._pieces[token] = found
+        return found
+
+    def _add_logprobs(self, job: Job, chunk: Chunk, logits: NDArray[np.float32]) -> None:
+        """Row i of `logits` (n_outputs, n_vocab) tells of the token behind its own."""
+        first = chunk.end - chunk.n_outputs
+        following = job.tokens[first + 1 : chunk.end + 1]
+        job.logprobs.append(
+            logprobs_of(logits[: len(following), : self._texts.n_tokens], following)
+        )
+        if chunk.end == len(job.tokens):
+            if all(np.isfinite(part).all() for part in job.logprobs):
+                self._leave(job)
+                self._end(job, None)
+            else:
+                self._fail(job, BackendError("the model's logits are not finite numbers"))
+                self._drop_unused_cells()
+
+    def _drop_unused_cells(self) -> None:
+        """After values that are not finite: no masked cell may hold one, since 0 * NaN is NaN."""
+        self.scheduler.tree.clear()
+        free = set(range(self.scheduler.config.n_cells)) - self.scheduler.blocks.used_cells()
+        self._runner.zero_cells(np.array(sorted(free), np.int64))
+
+    def _step_failed(self, cause: LoragraphError | MemoryError) -> None:
+        """Nobody knows which cells were written: all running jobs end, all cells are forgotten."""
+        error = (
+            cause if isinstance(cause, LoragraphError) else CapacityError("no memory for a step")
+        )
+        self.stats.n_step_failures += 1
+        owners = {one: choice.job for one, choice in self._choices.items()} | self._scores
+        for sequence in self.scheduler.fail():
+            self._fail(owners[sequence], error)
+        self._drop_unused_cells()
+
+    def _fail(self, job: Job, error: LoragraphError) -> None:
+        if not job.ended:
+            self._leave(job)
+            self._end(job, error)
+
+    def _end_if_done(self, job: Job) -> None:
+        if job.done and not job.ended:
+            self._leave(job)
+            self._end(job, None)
+
+    def _leave(self, job: Job) -> None:
+        """Takes a job out of wherever it is; everything it held is free afterwards."""
+        self.waiting.remove(job)
+        self._loading.pop(job, None)
+        self._running.pop(job, None)
+        for sequence in job.sequences:
+            self.scheduler.finish(sequence, "abort")
+            self._choices.pop(sequence, None)
+            self._scores.pop(sequence, None)
+        self.residency.pool.release(job)
+        job.close()
+
+    def _end(self, job: Job, error: LoragraphError | None) -> None:
+        """The job's last word."""
+        job.ended = True
+        job.close()
+        if error is not None:
+            self.stats.n_failed += 1
+            job.sink(error)
+        else:
+            self.stats.n_finished += 1
+            job.sink(job.result(self._clock()))

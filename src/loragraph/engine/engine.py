@@ -1,0 +1,432 @@
+"""The engine: many requests with many adapters on one base, from any threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from loragraph.adapters.adapter import Adapter
+from loragraph.engine.assembly import (
+    ATTENTIONS,
+    KV_TYPES,
+    AttentionName,
+    KvType,
+    LoweringName,
+    make_runner,
+)
+from loragraph.engine.core import EngineCore, Hold
+from loragraph.engine.generate import Prompt, SamplingFields, sampling_params
+from loragraph.engine.handle import EngineStream, outcome_of
+from loragraph.engine.job import Job
+from loragraph.engine.job_maker import JobMaker
+from loragraph.engine.loader import AdapterLoader
+from loragraph.engine.model import Model
+from loragraph.engine.options import choice, integer, memory_errors, threads
+from loragraph.engine.plan import SchedulerConfig
+from loragraph.engine.registry import Generation, Registry
+from loragraph.engine.request import Event, Outcome, Request, Result, Score
+from loragraph.engine.residency import Residency
+from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.table import AdapterRow, EngineStats, adapter_rows
+from loragraph.engine.thread import EngineThread
+from loragraph.errors import LifecycleError, LoragraphError
+from loragraph.graph.lowrank.routed import RoutedLowering
+
+MAX_CELLS = 1 << 24
+MAX_SLOTS = 4096
+
+
+class Engine:
+    """One base model, many adapters, many requests at once.
+
+    One thread computes; every method may be called from any thread. `adapters` are registered by
+    name (headers are read, tensors when a request wants them). `n_ctx` is the number of cells that
+    all requests share. At most `max_adapters` adapters, of `max_adapter_bytes` together, are in
+    memory at a time; the files of `adapter_dir` are known by their names without ".gguf".
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Model,
+        adapters: Mapping[str, str | os.PathLike[str] | Adapter] | None = None,
+        *,
+        n_ctx: int = 4096,
+        max_sequence_tokens: int | None = None,
+        max_batch_tokens: int = 512,
+        max_sequences: int = 32,
+        max_waiting: int = 1024,
+        max_adapters: int = 64,
+        max_adapter_bytes: int | None = None,
+        adapter_dir: str | os.PathLike[str] | None = None,
+        lowering: LoweringName = "routed",
+        attention: AttentionName = "cells",
+        kv_type: KvType = "f16",
+        n_threads: int | None = None,
+    ) -> None:
+        """ConfigError for a wrong argument, CapacityError or BackendError for lack of memory.
+
+        A model given as a path is loaded and closed with the engine. Raises what is wrong with the
+        model or an adapter's header.
+        """
+        choice(lowering, "lowering", ("routed",))  # the others have one set of adapters a batch
+        choice(kv_type, "kv_type", tuple(KV_TYPES))
+        choice(attention, "attention", ATTENTIONS)
+        n_cells = integer(n_ctx, "n_ctx", 1, MAX_CELLS)
+        n_slots = integer(max_adapters, "max_adapters", 1, MAX_SLOTS)
+        self.config = SchedulerConfig(
+            n_cells=n_cells,
+            max_batch_tokens=integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 16),
+            max_sequences=integer(max_sequences, "max_sequences", 1, 1 << 16),
+            max_waiting=1 << 30,  # those that wait do so before the scheduler
+            max_sequence_tokens=max_sequence_tokens,
+        )
+        self._owns_model = not isinstance(model, Model)
+        self.model = model if isinstance(model, Model) else Model.load(model, n_threads=n_threads)
+        self._pid = os.getpid()
+        self._name = self.model.enter_context()
+        self._closed = False
+        try:
+            n_threads = self.model.n_threads if n_threads is None else threads(n_threads)
+            with memory_errors(self._name):
+                made, self._runner = make_runner(
+                    self.model,
+                    n_cells,
+                    self.config.max_batch_tokens,
+                    lowering,
+                    kv_type,
+                    attention,
+                    n_threads,
+                    n_slots,
+                )
+            assert isinstance(made, RoutedLowering)
+            self._lowering = made
+            self._loader = AdapterLoader(self.model, self._on_load)
+            self.registry = Registry(self._loader.read_header, adapter_dir)
+        except BaseException:
+            self._release_model()
+            raise
+        self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
+        residency = Residency(
+            self.registry, made, self._loader.start, n_slots, max_adapter_bytes, time.monotonic
+        )
+        self._core = EngineCore(
+            self.config, self._runner, self.model.vocab, residency, time.monotonic, max_waiting
+        )
+        self._thread = EngineThread(self._core, time.monotonic, "loragraph-engine")
+        try:
+            for name, source in (adapters or {}).items():
+                self.load_adapter(name, source)
+        except BaseException:
+            self.close(drain=False)
+            raise
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapters: Mapping[str, float] | None = None,
+        n: int = 1,
+        deadline_s: float | None = None,
+        cache_salt: str = "",
+        chat: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> Result:
+        """Generates to the end. `prompt`: a text, token ids or chat messages.
+
+        `fields` are those of SamplingParams and replace those of `params`. Raises what is wrong
+        with the request, OverloadedError where too many wait, DeadlineError (with what there is),
+        and what failed in the engine.
+        """
+        chosen = sampling_params(params, fields)
+        request = Request(prompt, adapters, chosen, n, cache_salt, deadline_s, chat)
+        return self.run(request)
+
+    def run(self, request: Request) -> Result:
+        """Generates to the end; see generate()."""
+        return self._collect([self._submit([request])[0]])[0]
+
+    def generate_batch(self, requests: Sequence[Request]) -> list[Result]:
+        """Generates all; they enter the engine together. The first error ends the others."""
+        return self._collect(self._submit(requests))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapters: Mapping[str, float] | None = None,
+        n: int = 1,
+        deadline_s: float | None = None,
+        cache_salt: str = "",
+        chat: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> EngineStream:
+        """An iterator of events; closing it, or leaving its `with`, cancels the request.
+
+        Arguments as for generate(). What is wrong with the request raises here, the rest while it
+        is read.
+        """
+        chosen = sampling_params(params, fields)
+        return self.open(Request(prompt, adapters, chosen, n, cache_salt, deadline_s, chat))
+
+    def open(self, request: Request) -> EngineStream:
+        """A stream of a request's events; see stream()."""
+        self._check_open()
+        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        job = self._jobs.make(request, outcomes.put, wants_events=True)
+        self._post_jobs([job])
+        return EngineStream(outcomes, lambda: self._cancel(job))
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Result:
+        """generate() for asyncio; cancelling the task cancels the request."""
+        params = options.pop("params", None)
+        result: Result | None = None
+        async for outcome in self._outcomes(self._request(prompt, params, options), events=False):
+            assert isinstance(outcome, Result)
+            result = outcome
+        assert result is not None
+        return result
+
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Event]:
+        """stream() for asyncio; closing the iterator cancels the request."""
+        params = options.pop("params", None)
+        async for outcome in self._outcomes(self._request(prompt, params, options), events=True):
+            if isinstance(outcome, Event):
+                yield outcome
+
+    def score(
+        self,
+        prompt: Prompt,
+        adapters: Mapping[str, float] | None = None,
+        *,
+        start: int = 1,
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> Score:
+        """Log-probabilities of the tokens from `start` on, each given those before it."""
+        self._check_open()
+        request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
+        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        job = self._jobs.make(request, outcomes.put, score_from=start)
+        self._post_jobs([job])
+        outcome = self._wait(job, outcomes)
+        assert isinstance(outcome, Score)
+        return outcome
+
+    # -- adapters ---------------------------------------------------------------------------------
+
+    def load_adapter(
+        self,
+        name: str,
+        source: str | os.PathLike[str] | Adapter,
+        *,
+        pin: bool = False,
+        preload: bool = False,
+    ) -> Generation:
+        """Registers an adapter under a name; what the name meant stays with running requests.
+
+        Reads the file's header. `preload` waits until it is in memory, `pin` also keeps it there;
+        their error takes the name back.
+        """
+        self._check_open()
+        if isinstance(source, Adapter) and source not in self.model.adapters:
+            raise LifecycleError(
+                f"{source!r} is closed or registered with another model",
+                hint="load it with this engine's model",
+            )
+        new, old = self.registry.register(name, source)
+        if old is not None:
+            self._thread.post(lambda: self._core.retire(old))
+        if pin or preload:
+            try:
+                self._hold(new, pin=pin)
+            except LoragraphError:
+                self.unload_adapter(name)
+                raise
+        return new
+
+    def unload_adapter(self, name: str) -> None:
+        """The name means nothing at once; the memory goes when the last request is done."""
+        self._check_open()
+        old = self.registry.unload(name)
+        self._thread.call(lambda: self._core.retire(old))
+
+    def pin(self, name: str) -> None:
+        """Loads an adapter and keeps it in memory; CapacityError where there is no room."""
+        self._check_open()
+        self._hold(self.registry.resolve(name), pin=True)
+
+    def unpin(self, name: str) -> None:
+        """Lets a pinned adapter be dropped."""
+        self._check_open()
+        generation = self.registry.resolve(name)
+        self._thread.call(lambda: self._core.unpin(generation))
+
+    @property
+    def adapters(self) -> tuple[AdapterRow, ...]:
+        """The table of adapters, by name."""
+        self._check_open()
+        names = self.registry.names()
+        return self._thread.call(
+            lambda: tuple(adapter_rows(self.registry, self._core.residency.pool, names))
+        )
+
+    def stats(self) -> EngineStats:
+        """All counters."""
+        self._check_open()
+        core = self._core
+        return self._thread.call(
+            lambda: EngineStats(
+                replace(core.stats, n_jobs=core.n_jobs),
+                core.scheduler.stats,
+                core.residency.pool.stats,
+                replace(self._runner.counters),
+            )
+        )
+
+    # -- life -------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._closed
+
+    def close(self, *, drain: bool = False) -> None:
+        """Ends the engine: with `drain` after all requests, else they end with LifecycleError.
+
+        New requests are refused at once. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.stop(drain=drain)
+        self._loader.close()
+        self._core.residency.close()
+        self._runner.close()
+        self._release_model()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
+    ) -> Request:
+        own = {k: options.pop(k) for k in _REQUEST_FIELDS if k in options}
+        return Request(prompt, params=sampling_params(params, options), **own)  # type: ignore[arg-type]
+
+    async def _outcomes(self, request: Request, *, events: bool) -> AsyncIterator[Outcome]:
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+
+        def sink(outcome: Outcome) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
+
+        job = await asyncio.to_thread(self._jobs.make, request, sink, wants_events=events)
+        self._post_jobs([job])
+        try:
+            while True:
+                outcome = outcome_of(await outcomes.get())
+                yield outcome
+                if not isinstance(outcome, Event):
+                    return
+        finally:
+            self._cancel(job)
+
+    def _submit(self, requests: Sequence[Request]) -> list[tuple[Job, queue.SimpleQueue[Outcome]]]:
+        """All or none; what is wrong with one raises before any is submitted."""
+        self._check_open()
+        made: list[tuple[Job, queue.SimpleQueue[Outcome]]] = []
+        try:
+            for request in requests:
+                outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+                made.append((self._jobs.make(request, outcomes.put), outcomes))
+            self._post_jobs([job for job, _ in made])
+        except BaseException:
+            for job, _ in made:
+                job.close()
+            raise
+        return made
+
+    def _collect(self, submitted: list[tuple[Job, queue.SimpleQueue[Outcome]]]) -> list[Result]:
+        results: list[Result] = []
+        try:
+            for job, outcomes in submitted:
+                outcome = self._wait(job, outcomes)
+                assert isinstance(outcome, Result)
+                results.append(outcome)
+        except BaseException:
+            for job, _ in submitted:
+                self._cancel(job)
+            raise
+        return results
+
+    def _wait(self, job: Job, outcomes: queue.SimpleQueue[Outcome]) -> Outcome:
+        try:
+            return outcome_of(outcomes.get())
+        except BaseException:  # an interrupt too
+            self._cancel(job)
+            raise
+
+    def _post_jobs(self, jobs: Sequence[Job]) -> None:
+        self._check_open()
+
+        def command() -> None:
+            for job in jobs:
+                self._core.submit(job)
+
+        self._thread.post(command)
+
+    def _cancel(self, job: Job) -> None:
+        if job.ended:
+            return
+        try:
+            self._thread.post(lambda: self._core.abort(job))
+        except LifecycleError:
+            return  # closed: every job has ended
+
+    def _hold(self, generation: Generation, *, pin: bool) -> None:
+        future: Future[LoragraphError | None] = Future()
+        hold = Hold(generation, future.set_result, pin)
+        self._thread.post(lambda: self._core.hold(hold))
+        error = future.result()
+        if error is not None:
+            raise error
+
+    def _on_load(self, generation: Generation, outcome: Adapter | LoragraphError) -> None:
+        self._thread.post(lambda: self._core.on_load(generation, outcome))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LifecycleError("the engine was used after its close")
+        if self._pid != os.getpid():
+            raise LifecycleError(
+                "the engine was used in a forked process",
+                hint="its threads do not survive a fork: make it there",
+            )
+
+    def _release_model(self) -> None:
+        self.model.leave_context(self._name)
+        if self._owns_model:
+            self.model.close()
+
+
+_REQUEST_FIELDS = ("adapters", "n", "cache_salt", "deadline_s", "chat")

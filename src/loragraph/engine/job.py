@@ -1,0 +1,129 @@
+"""A request inside the engine: its choices while they are generated, and what it sends out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.engine.registry import Generation
+from loragraph.engine.request import (
+    AdapterUse,
+    Choice,
+    Event,
+    Outcome,
+    RequestTimings,
+    Result,
+    Score,
+)
+from loragraph.engine.sampler import Sampler
+from loragraph.engine.sequence import FinishReason, Sequence
+from loragraph.vocab.stream import TextStream
+
+Sink = Callable[[Outcome], None]
+"""Gets what a request sends out, on the engine's thread; it must not block or raise."""
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceState:
+    """One choice while it is generated."""
+
+    job: Job
+    index: int
+    sampler: Sampler
+    text: TextStream
+    sequence: Sequence | None = None  # from the admission on
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def finish(self, piece: str, token: int | None, reason: FinishReason) -> None:
+        """The choice's last event."""
+        self.finish_reason = reason
+        self.emit(piece, token)
+        self.sampler.close()
+
+    def emit(self, piece: str, token: int | None) -> None:
+        """Adds a piece, and tells whoever listens."""
+        self.pieces.append(piece)
+        if self.job.wants_events:
+            self.job.sink(Event(self.index, piece, token, self.finish_reason))
+
+    def result(self) -> Choice:
+        """What was generated; "abort" where it has not ended."""
+        return Choice(
+            index=self.index,
+            text="".join(self.pieces),
+            tokens=tuple(self.tokens),
+            finish_reason=self.finish_reason or "abort",
+            stop_string=self.text.stop_string,
+            seed=self.sampler.seed,
+            n_cached=0 if self.sequence is None else self.sequence.n_hit,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. Equality is identity; it is its own ticket in the pool."""
+
+    tokens: list[int]  # the prompt
+    scales: Mapping[Generation, float]  # in the order of the request, no zeros
+    max_tokens: int
+    sink: Sink
+    salt: str = ""
+    deadline: float | None = None
+    wants_events: bool = False
+    score_from: int | None = None  # first token whose log-probability is wanted
+    choices: list[ChoiceState] = field(default_factory=list)
+    submitted: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    uses: tuple[AdapterUse, ...] = ()
+    logprobs: list[NDArray[np.float64]] = field(default_factory=list)
+    score_sequence: Sequence | None = None
+    ended: bool = False
+
+    @property
+    def flow(self) -> Hashable:
+        """The set of adapters it needs: what fairness is about."""
+        return tuple(sorted(generation.number for generation in self.scales))
+
+    @property
+    def wanted(self) -> dict[Generation, int]:
+        """The adapters it needs, with their bytes."""
+        return {generation: generation.header.nbytes for generation in self.scales}
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """What the scheduler knows of it."""
+        found = [one.sequence for one in self.choices if one.sequence is not None]
+        return found if self.score_sequence is None else [*found, self.score_sequence]
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def result(self, now: float) -> Result | Score:
+        """What there is by `now`."""
+        if self.score_from is not None:
+            logprobs = np.concatenate(self.logprobs) if self.logprobs else np.empty(0)
+            return Score(tuple(self.tokens), self.score_from, logprobs, self.uses)
+        return Result(
+            tuple(choice.result() for choice in self.choices),
+            self.uses,
+            len(self.tokens),
+            self._timings(now),
+        )
+
+    def close(self) -> None:
+        """Frees the samplers; a second call does nothing."""
+        for choice in self.choices:
+            choice.sampler.close()
+
+    def _timings(self, now: float) -> RequestTimings:
+        started = now if self.started is None else self.started
+        first = now if self.first_token is None else self.first_token
+        return RequestTimings(started - self.submitted, first - started, now - first)

@@ -1,0 +1,128 @@
+"""From a request to a job: names to generations, prompt to tokens, samplers. For any thread."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from loragraph.engine.generate import prompt_tokens
+from loragraph.engine.job import ChoiceState, Job, Sink
+from loragraph.engine.model import Model
+from loragraph.engine.options import integer
+from loragraph.engine.registry import Generation, Registry
+from loragraph.engine.request import MAX_CHOICES, Request
+from loragraph.engine.sampler import Sampler
+from loragraph.errors import ConfigError, ContextLengthError, InvalidRequestError
+from loragraph.vocab.stream import TextStream
+
+
+class JobMaker:
+    """Makes jobs for one model, with at most `limit` tokens each."""
+
+    def __init__(self, model: Model, registry: Registry, limit: int) -> None:
+        self._model = model
+        self._registry = registry
+        self._limit = limit
+
+    def make(
+        self,
+        request: Request,
+        sink: Sink,
+        *,
+        wants_events: bool = False,
+        score_from: int | None = None,
+    ) -> Job:
+        """Checks a request and makes it ready, on the caller's thread."""
+        scales = self._resolve(request.adapters)
+        n = integer_field(request.n, "n", 1, MAX_CHOICES)
+        if not isinstance(request.cache_salt, str):
+            raise InvalidRequestError("cache_salt: expected a text", param="cache_salt")
+        tokens = self._prompt(request)
+        limit = self._limit
+        wanted = request.params.max_tokens
+        most = limit if wanted == 0 or score_from is not None else limit - 1
+        if len(tokens) > most:
+            raise ContextLengthError(
+                f"expected a prompt of at most {most} tokens, got {len(tokens)}",
+                param="prompt",
+                hint="shorten the prompt or raise n_ctx",
+            )
+        job = Job(
+            tokens,
+            scales,
+            max_tokens=limit if wanted is None else wanted,
+            sink=sink,
+            salt=request.cache_salt,
+            deadline=_deadline(request.deadline_s),
+            wants_events=wants_events,
+        )
+        if score_from is not None:
+            job.score_from = integer_field(score_from, "start", 1, len(tokens) - 1)
+            job.max_tokens = 0
+            return job
+        first = Sampler(self._model.vocab, request.params)
+        job.choices.append(ChoiceState(job, 0, first, TextStream(request.params.stop)))
+        for index in range(1, n):
+            params = replace(request.params, seed=(first.seed + index) % 2**32)
+            sampler = Sampler(self._model.vocab, params)
+            job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
+        return job
+
+    def _prompt(self, request: Request) -> list[int]:
+        tokens = prompt_tokens(self._model, request.prompt, chat=request.chat)
+        if not tokens:
+            raise InvalidRequestError("prompt: expected at least one token", param="prompt")
+        n_vocab = self._model.hparams.n_vocab
+        if not 0 <= min(tokens) <= max(tokens) < n_vocab:
+            raise InvalidRequestError(
+                f"expected token ids from 0 to {n_vocab - 1}, got {min(tokens)} to {max(tokens)}",
+                param="prompt",
+            )
+        return tokens
+
+    def _resolve(self, adapters: Mapping[str, float] | None) -> dict[Generation, float]:
+        scales: dict[Generation, float] = {}
+        if adapters is not None and not isinstance(adapters, Mapping):
+            raise InvalidRequestError(
+                f"adapters: expected names with scales, got {adapters!r:.80}", param="adapters"
+            )
+        for name, scale in (adapters or {}).items():
+            value = _scale(name, scale)
+            generation = self._registry.resolve(name)  # an unknown name is one at scale 0 too
+            if value != 0:
+                scales[generation] = value
+        return scales
+
+
+def integer_field(value: object, field: str, low: int, high: int) -> int:
+    """`options.integer` for a field of a request."""
+    try:
+        return integer(value, field, low, high)
+    except ConfigError as error:
+        raise InvalidRequestError(str(error), param=field) from error
+
+
+def _deadline(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise InvalidRequestError(
+            f"deadline_s: expected seconds above 0, got {seconds!r}", param="deadline_s"
+        )
+    return time.monotonic() + seconds
+
+
+def _scale(name: str, scale: object) -> float:
+    """The scale as f32; 0 for one that is dropped."""
+    good = isinstance(scale, int | float | np.floating) and not isinstance(scale, bool)
+    with np.errstate(over="ignore"):
+        value = float(np.float32(scale)) if good and abs(scale) < 1e39 else math.nan  # type: ignore
+    if not math.isfinite(value):
+        raise InvalidRequestError(
+            f"adapters: '{name}': expected a finite scale, got {scale!r:.40}", param="adapters"
+        )
+    return value

@@ -1,0 +1,217 @@
+"""Names of adapters and the generations behind them. Reads headers only; used by any thread.
+
+A name means one generation at a time; registering it again makes another one, at once. A request
+keeps the generation that its name meant when it came. Numbers are never used twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from loragraph.adapters.adapter import Adapter
+from loragraph.errors import (
+    AdapterChangedError,
+    ConfigError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+
+MAX_NAME = 128
+"""Characters of a name."""
+
+_SUFFIX = ".gguf"
+_N_SHOWN = 8  # known names in an error
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterHeader:
+    """What the header of an adapter file tells before it is loaded."""
+
+    nbytes: int  # that the loaded adapter will take
+    rank_max: int
+    n_targets: int
+    invocation_tokens: tuple[int, ...] = ()
+
+
+HeaderReader = Callable[[Path], AdapterHeader]
+"""Reads and checks a file's header; raises what is wrong with it."""
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """What a name meant from one registration to the next. Equality is identity."""
+
+    name: str
+    number: int
+    path: Path | None  # None: made in memory
+    header: AdapterHeader
+    adapter: Adapter | None = None  # given by the caller, who keeps it
+    digest: str | None = None  # known from the first load on
+    retired: bool = False  # the name means something else, or nothing
+
+    def check_digest(self, digest: str) -> None:
+        """Notes the digest of a first load; AdapterChangedError where a later one differs."""
+        if self.digest is None:
+            self.digest = digest
+        elif self.digest != digest:
+            raise AdapterChangedError(
+                f"adapter '{self.name}' (generation {self.number}): expected the content "
+                f"{self.digest[:12]} that was loaded first, got {digest[:12]} from {self.path}",
+                hint="the file was overwritten: ask again for the new content",
+            )
+
+
+class Registry:
+    """Names and their generations, and a folder whose files are known by name on demand."""
+
+    def __init__(
+        self, read_header: HeaderReader, adapter_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        """ConfigError where `adapter_dir` is no folder."""
+        self._read_header = read_header
+        self._dir = None if adapter_dir is None else Path(adapter_dir).resolve()
+        if self._dir is not None and not self._dir.is_dir():
+            raise ConfigError(f"expected a folder, got {adapter_dir}", field="adapter_dir")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._current: dict[str, Generation] = {}
+        self._unloaded: set[str] = set()  # of the folder: not to be found there again
+        self._in_dir = self._list_dir()
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def register(
+        self, name: str, source: str | os.PathLike[str] | Adapter
+    ) -> tuple[Generation, Generation | None]:
+        """A new generation of `name`, and the one that it replaces.
+
+        Reads a file's header, not its tensors. Raises what is wrong with the file or the name;
+        the name then means what it meant.
+        """
+        check_name(name)
+        if isinstance(source, Adapter):
+            header = header_of(source)
+            new = Generation(name, next(self._numbers), None, header, source, source.digest)
+        else:
+            path = Path(source).absolute()
+            new = Generation(name, next(self._numbers), path, self._read_header(path))
+        with self._lock:
+            return new, self._swap(name, new)
+
+    def renew(self, old: Generation) -> Generation | None:
+        """A new generation of the same file, if `old` is still what its name means."""
+        with self._lock:
+            if old.retired or old.path is None:
+                return None
+            new = Generation(old.name, next(self._numbers), old.path, old.header)
+            self._swap(old.name, new)
+            return new
+
+    def unload(self, name: str) -> Generation:
+        """The name means nothing any more; the generation that it meant."""
+        old = self.resolve(name)
+        with self._lock:
+            if self._current.get(name) is old:
+                del self._current[name]
+            self._unloaded.add(name)
+            old.retired = True
+            return old
+
+    def resolve(self, name: str) -> Generation:
+        """What `name` means now; ModelNotFoundError for nothing."""
+        with self._lock:
+            found = self._current.get(name)
+        if found is not None:
+            return found
+        path = self._path_in_dir(name)
+        if path is None:
+            raise self._unknown(name)
+        new = Generation(name, next(self._numbers), path, self._read_header(path))
+        with self._lock:  # another thread may have been first
+            return self._current.setdefault(name, new)
+
+    def names(self) -> list[str]:
+        """All names, sorted, those of the folder's files included."""
+        if self._dir is not None:
+            self._in_dir = self._list_dir()
+        with self._lock:
+            return sorted(self._current.keys() | (self._in_dir - self._unloaded))
+
+    def current(self) -> dict[str, Generation]:
+        """The generations by name; files of the folder that nobody asked for have none."""
+        with self._lock:
+            return dict(sorted(self._current.items()))
+
+    def _swap(self, name: str, new: Generation) -> Generation | None:
+        old = self._current.get(name)
+        self._current[name] = new
+        self._unloaded.discard(name)
+        if old is not None:
+            old.retired = True
+        return old
+
+    def _list_dir(self) -> set[str]:
+        return set() if self._dir is None else set(self._dir_names())
+
+    def _dir_names(self) -> Iterator[str]:
+        assert self._dir is not None
+        with os.scandir(self._dir) as entries:
+            for entry in entries:
+                name = entry.name.removesuffix(_SUFFIX)
+                if name != entry.name and name_problem(name) is None and self._confined(name):
+                    yield name
+
+    def _path_in_dir(self, name: str) -> Path | None:
+        if self._dir is None or name_problem(name) is not None or name in self._unloaded:
+            return None
+        return self._dir / f"{name}{_SUFFIX}" if self._confined(name) else None
+
+    def _confined(self, name: str) -> bool:
+        """Whether the folder has such a file, and no link leads it out of the folder."""
+        assert self._dir is not None
+        real = (self._dir / f"{name}{_SUFFIX}").resolve()
+        return real.is_relative_to(self._dir) and real.is_file()
+
+    def _unknown(self, name: object) -> ModelNotFoundError:
+        names = self.names()
+        shown = ", ".join(names[:_N_SHOWN]) or "none"
+        more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
+        return ModelNotFoundError(
+            f"no adapter is called {name!r:.{MAX_NAME}}; known: {shown}{more}", param="adapters"
+        )
+
+
+def name_problem(name: object) -> str | None:
+    """What a name lacks to be one; None for a good one."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        return f"a text of 1 to {MAX_NAME} characters"
+    if not name.isprintable() or name != name.strip() or "/" in name or "\\" in name:
+        return "printable characters without slashes or surrounding spaces"
+    return "a name that does not begin with a dot" if name.startswith(".") else None
+
+
+def check_name(name: object) -> None:
+    """InvalidRequestError for what cannot be a name."""
+    problem = name_problem(name)
+    if problem is not None:
+        raise InvalidRequestError(
+            f"adapter name: expected {problem}, got {name!r:.80}", param="name"
+        )
+
+
+def header_of(adapter: Adapter) -> AdapterHeader:
+    """The header of an adapter that is in memory."""
+    return AdapterHeader(
+        resident_bytes(adapter), adapter.rank_max, len(adapter.pairs), adapter.invocation_tokens
+    )
+
+
+def resident_bytes(adapter: Adapter) -> int:
+    """Bytes of an adapter in use: its tensors, and lora_b once more in the kernels' order."""
+    return adapter.nbytes + sum(pair.b.nbytes for pair in adapter.pairs.values())

@@ -1,0 +1,130 @@
+"""What goes into the engine and what comes out of it. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.engine.generate import Prompt
+from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.sequence import FinishReason
+from loragraph.errors import LoragraphError
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. `adapters`: names and user scales; none is the base model.
+
+    `n` choices share the prompt; choice i draws with seed + i. Requests with unlike `cache_salt`
+    never share cells. `deadline_s` counts from the submission.
+    """
+
+    prompt: Prompt
+    adapters: Mapping[str, float] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    cache_salt: str = ""
+    deadline_s: float | None = None
+    chat: bool = False  # a text is one user message
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one token adds to a choice. Only a choice's last event has a finish_reason."""
+
+    index: int  # of the choice
+    piece: str
+    token: int | None  # None: none was generated
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """An adapter of a request, and from which token on it was active."""
+
+    name: str
+    generation: int
+    digest: str
+    scale: float
+    active_from: int | None  # None: its invocation does not occur in the prompt, so it was off
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One generated text."""
+
+    index: int
+    text: str  # without the stop string
+    tokens: tuple[int, ...]  # without the one that ended it
+    finish_reason: FinishReason
+    stop_string: str | None
+    seed: int
+    n_cached: int  # prompt tokens found in the prefix tree
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Seconds on the engine's clock. The wait for adapters and for a seat is in `queued_s`."""
+
+    queued_s: float = 0.0  # from submission to admission
+    prompt_s: float = 0.0  # from admission to the first token
+    decode_s: float = 0.0  # from the first token to the end
+
+    @property
+    def total_s(self) -> float:
+        """From submission to the end."""
+        return self.queued_s + self.prompt_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request; text, tokens and finish_reason are the first choice's."""
+
+    choices: tuple[Choice, ...]
+    adapters: tuple[AdapterUse, ...]
+    n_prompt: int
+    timings: RequestTimings
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The first choice's tokens."""
+        return self.choices[0].tokens
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """The first choice's."""
+        return self.choices[0].finish_reason
+
+    @property
+    def n_cached(self) -> int:
+        """Prompt tokens that the first choice found in the prefix tree."""
+        return self.choices[0].n_cached
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probabilities of given tokens."""
+
+    tokens: tuple[int, ...]
+    start: int  # first scored token
+    logprobs: NDArray[np.float64]  # (n_tokens - start,) f64, natural logarithm
+    adapters: tuple[AdapterUse, ...]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the scored tokens together."""
+        return float(self.logprobs.sum())
+
+
+Outcome = Event | Result | Score | LoragraphError
+"""What a request's sink gets: events if it wants them, and at last one of the others."""

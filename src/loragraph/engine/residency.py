@@ -1,0 +1,131 @@
+"""The pool's decisions carried out: loads in a worker, tensors into slots, memory given back.
+
+All but the loading itself happens on the engine's thread, between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Protocol
+
+from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.mix import Mix
+from loragraph.engine.pool import Grant, Pool, State
+from loragraph.engine.registry import Generation, Registry, resident_bytes
+from loragraph.errors import AdapterChangedError, LoragraphError
+
+_USER = "the engine"  # what an adapter says of who uses it
+
+
+class Slots(Protocol):
+    """Where resident adapters are read from: the routed lowering, or a fake."""
+
+    def hold(self, adapters: Iterable[Adapter]) -> None:
+        """Makes exactly these adapters resident; all or nothing."""
+
+    def check(self, mix: Mix) -> None:
+        """Raises for a mix that it cannot compute."""
+
+
+class Residency:
+    """Generations in memory. `start_load` is asked to load one and to report through `on_load`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        slots: Slots,
+        start_load: Callable[[Generation], None],
+        n_slots: int,
+        max_bytes: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pool: Pool[Generation] = Pool(n_slots, max_bytes, clock, self._evicted)
+        self.adapters: dict[Generation, Adapter] = {}
+        self._registry = registry
+        self._slots = slots
+        self._start_load = start_load
+        self._dropped: list[tuple[Generation, Adapter]] = []
+
+    def on_load(self, generation: Generation, outcome: Adapter | LoragraphError) -> list[Hashable]:
+        """A load ended: places the adapter. Returns the tickets that failed with it."""
+        if isinstance(outcome, LoragraphError):
+            return self.pool.failed(generation, outcome)
+        try:
+            generation.check_digest(outcome.digest)
+            self._place(generation, outcome)
+        except LoragraphError as error:
+            if outcome is not generation.adapter:  # else the caller's
+                outcome.close()
+            if isinstance(error, AdapterChangedError):
+                self._registry.renew(generation)
+            return self.pool.failed(generation, error)
+        return []
+
+    def sync(self) -> None:
+        """Lets what the pool dropped out of its slots, and frees it. Before a step."""
+        if not self._dropped:
+            return
+        self._slots.hold(self.adapters.values())
+        dropped, self._dropped = self._dropped, []
+        for generation, adapter in dropped:
+            adapter.detach(_USER)
+            if adapter is not generation.adapter:  # else the caller's
+                adapter.close()
+
+    def acquire(
+        self, ticket: Hashable, generations: Iterable[Generation], *, pin: bool = False
+    ) -> Grant:
+        """See Pool.acquire; starts the loads that come of it.
+
+        Adapters that the caller gave in memory are placed at once.
+        """
+        wanted = {generation: generation.header.nbytes for generation in generations}
+        grant = self.pool.acquire(ticket, wanted, pin=pin)
+        while self.pool.to_load:
+            generation = self.pool.to_load.popleft()
+            if generation.adapter is None:
+                self._start_load(generation)
+            elif ticket in self.on_load(generation, generation.adapter):
+                self.pool.release(ticket)
+                raise self.pool.error_of(generation)
+        if grant is Grant.LOADING and self.pool.ready(ticket):
+            return Grant.READY
+        return grant
+
+    def close(self) -> None:
+        """Empties the slots and frees every adapter that the engine loaded."""
+        self._slots.hold(())
+        for generation in list(self.adapters):
+            self._evicted(generation)
+        self.sync()
+
+    def check(self, mix: Mix) -> None:
+        """Raises for a mix that cannot be computed: too many adapters, or a scale too large."""
+        self._slots.check(mix)
+        for adapter, scale in mix:
+            for target in adapter.pairs:
+                adapter.effective_scale(target, scale)
+
+    def state(self, generation: Generation) -> State:
+        """Where a generation is."""
+        return self.pool.state(generation)
+
+    def _place(self, generation: Generation, adapter: Adapter) -> None:
+        """All or nothing: attached, in a slot, and counted."""
+        adapter.attach(_USER)
+        try:
+            self.sync()  # the slots of what was dropped are free
+            self._slots.hold([*self.adapters.values(), adapter])
+            self.pool.loaded(generation, resident_bytes(adapter))
+        except LoragraphError:
+            self._slots.hold(self.adapters.values())
+            adapter.detach(_USER)
+            raise
+        self.adapters[generation] = adapter
+        if self.pool.state(generation) is State.ABSENT:  # dropped at once: nobody wants it any more
+            self._evicted(generation)
+
+    def _evicted(self, generation: Generation) -> None:
+        adapter = self.adapters.pop(generation, None)
+        if adapter is not None:
+            self._dropped.append((generation, adapter))
