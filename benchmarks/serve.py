@@ -44,11 +44,12 @@ def requests_of(
 ) -> list[loragraph.Request]:
     """`n` requests with random prompts; greedy, and no end before the last token."""
     params = loragraph.SamplingParams(temperature=0, max_tokens=N_TOKENS, ignore_eos=True)
-    adapters = {
-        "none": lambda i: {},
-        "one": lambda i: {"a0": 1.0},
-        "each": lambda i: {f"a{i}": 1.0},
-    }[mode]
+
+    def adapters(i: int) -> dict[str, float]:
+        if mode == "none":
+            return {}
+        return {"a0": 1.0} if mode == "one" else {f"a{i}": 1.0}
+
     return [
         loragraph.Request(rng.integers(100, 40_000, n_prompt).tolist(), adapters(i), params)
         for i in range(n)
@@ -106,9 +107,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     ]
     for type_, n in dict.fromkeys((cell.type, cell.n_requests) for cell in cells):
         none, one, each = (by_key[type_, n, mode] for mode in MODES)
-        lines.append(
-            f"| {type_} | {n} | {none:.0f} | {one:.0f} | {each:.0f} | {each / one:.0%} |"
-        )
+        lines.append(f"| {type_} | {n} | {none:.0f} | {one:.0f} | {each:.0f} | {each / one:.0%} |")
     return "\n".join(lines)
 
 
