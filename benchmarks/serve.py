@@ -57,9 +57,14 @@ def requests_of(
 
 
 def speeds(
-    engine: Engine, counts: Sequence[int], n_prompt: int, n_rounds: int, type_: str
+    engine: Engine,
+    counts: Sequence[int],
+    n_prompt: int,
+    n_rounds: int,
+    type_: str,
+    report: Callable[[str], None],
 ) -> list[Cell]:
-    """All modes and counts, interleaved."""
+    """All modes and counts, interleaved; each count's figures are reported when they are there."""
     rng = np.random.default_rng(0)
     cells = []
     for n in counts:
@@ -75,6 +80,7 @@ def speeds(
                     found[mode].append(sum(len(one.tokens) for one in results) / seconds)
         for mode, own in found.items():
             cells.append(Cell(type_, mode, n, statistics.median(own), min(own), max(own)))
+            report(f"{type_} {n} {mode}: {[round(one) for one in own]} tokens/s")
     return cells
 
 
@@ -143,7 +149,7 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
             n_threads=args.threads,
             attention=args.attention,
         ) as engine:
-            own = speeds(engine, counts, args.prompt, args.rounds, type_)
+            own = speeds(engine, counts, args.prompt, args.rounds, type_, report)
             report(markdown(own))
             if args.register:
                 report(f"registering: {registration_ms(engine, paths[0], args.register):.2f} ms")
