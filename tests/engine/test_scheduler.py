@@ -277,6 +277,20 @@ def test_prefill_budget_goes_round_the_flows() -> None:
     assert {flows.count((name,)) for name in "abc"} == {2}
 
 
+def test_new_flows_do_not_overtake_a_long_prompt() -> None:
+    """A flow that comes while another is in prefill goes behind it, however many come."""
+    runner = runner_of(4096, max_batch_tokens=64, max_sequences=32)
+    long = sequence_of(list(range(600)), (0, "a"), max_tokens=1)
+    runner.scheduler.add(long)
+    turns: list[int] = []
+    for n in range(20):
+        runner.scheduler.add(sequence_of([n] * 64, (0, chr(ord("b") + n)), max_tokens=1))
+        if any(chunk.sequence is long for chunk in runner.step().chunks):
+            turns.append(n)
+    # Each time that it is served, those that came meanwhile have one chunk each before the next.
+    assert turns == [0, 2, 5, 9, 14]
+
+
 def test_equal_prompts_count_their_cells_once() -> None:
     """What others use already is no reason to wait: ten equal prompts run in cells for two."""
     runner = runner_of(128, block_size=4, max_sequences=16)
@@ -284,6 +298,24 @@ def test_equal_prompts_count_their_cells_once() -> None:
     runner.step()
     runner.step()
     assert len(runner.scheduler.running) == 10
+
+
+def test_a_prompt_takes_the_cells_that_are_left() -> None:
+    """Where fewer cells are free than a chunk wants, it is shorter; with none, the newest waits."""
+    runner = runner_of(64, block_size=4, max_sequences=2, max_batch_tokens=4)
+    old = sequence_of(list(range(14)), max_tokens=49)
+    new = sequence_of(list(range(50, 90)), (0, "a"), max_tokens=5)
+    runner.scheduler.add(old)
+    while not old.n_generated:
+        runner.step()
+    runner.scheduler.add(new)
+    lengths: list[int] = []
+    while not new.n_preempted:
+        lengths += [c.n_tokens for c in runner.step().chunks if c.sequence is new]
+    assert lengths[:-1] == [3] * 12
+    assert lengths[-1] < 3
+    runner.finish_all()
+    assert [old.tokens, new.tokens] == [alone(old), alone(new)]
 
 
 def test_a_long_request_ends_under_a_flood() -> None:

@@ -38,6 +38,8 @@ PROMPTS: list[list[int]] = [prompt["ids"] for prompt in ABOUT["prompts"]]
 # libllama does (measured: up to 8e-9 in both), so it is judged by libllama's error.
 EXACT_NMSE = 1e-9
 NO_WORSE = 1.5
+EXACT_CASES = ("json", "pirate_poem")  # of six: the F32 base takes its time
+N_GREEDY = 12
 
 
 @pytest.mark.parametrize("name", ["base", "pirate", "pirate_poem"])
@@ -68,13 +70,14 @@ def base_f32(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_exact_mode_is_peft(base_f32: Path) -> None:
-    """Every case of the golden file on an F32 base, and greedy ids of the one with two adapters."""
+    """One adapter and two on an F32 base: PEFT's logits, and PEFT's greedy ids."""
     libllama = _libllama_errors(base_f32)
     with Model.load(base_f32) as model:
         loaded = {name: model.load_adapter(path) for name, path in ADAPTERS.items()}
         for lowering in LOWERINGS:
             with open_context(model, EXACT, lowering=lowering, n_threads=2) as context:
-                for name, mix in CASES.items():
+                for name in EXACT_CASES:
+                    mix = CASES[name]
                     scales = {loaded[adapter]: scale for adapter, scale in mix.items()}
                     rows = [run(context, prompt, scales) for prompt in PROMPTS]
                     for ours, theirs in zip(
@@ -96,8 +99,8 @@ def _libllama_errors(base: Path) -> dict[str, list[float]]:
     out = {}
     with Libllama(base, n_ctx=256, kv_type="f32", n_threads=2) as oracle:
         handles = {name: oracle.load_adapter(path) for name, path in ADAPTERS.items()}
-        for name, mix in CASES.items():
-            oracle.set_adapters({handles[adapter]: scale for adapter, scale in mix.items()})
+        for name in EXACT_CASES:
+            oracle.set_adapters({handles[adapter]: s for adapter, s in CASES[name].items()})
             out[name] = _golden_errors([oracle.logits(prompt) for prompt in PROMPTS], name)
     return out
 
@@ -108,13 +111,12 @@ def _check_greedy(model: Model, scales: dict[Adapter, float], name: str) -> None
         np.load(ROOT / "demos/golden/demo.npz") as arrays,
         open_context(model, EXACT, n_threads=2) as context,
     ):
-        for i, prompt in enumerate(PROMPTS):
-            expected, gaps = arrays[f"{name}.greedy{i}"], arrays[f"{name}.gap{i}"]
-            row, actual = run(context, prompt, scales)[-1], []
-            for _ in expected:
-                actual.append(int(row.argmax()))
-                row = context.decode(actual[-1:])[0]
-            pairs = np.stack([gaps, np.zeros_like(gaps)], axis=1)
-            outcome = greedy_agreement(actual, expected.tolist(), pairs, bound=1e-3)
-            assert outcome.agrees, (name, i)
-            assert outcome.n_compared > 8
+        expected, gaps = arrays[f"{name}.greedy0"][:N_GREEDY], arrays[f"{name}.gap0"][:N_GREEDY]
+        row, actual = run(context, PROMPTS[0], scales)[-1], []
+        for _ in expected:
+            actual.append(int(row.argmax()))
+            row = context.decode(actual[-1:])[0]
+        pairs = np.stack([gaps, np.zeros_like(gaps)], axis=1)
+        outcome = greedy_agreement(actual, expected.tolist(), pairs, bound=1e-3)
+        assert outcome.agrees
+        assert outcome.n_compared > 8

@@ -222,8 +222,7 @@ class Scheduler:
     def _advance(self, step: _Step, sequence: Sequence, n_at_most: int) -> None:
         """Walks along what the tree holds by now, then schedules a chunk."""
         self._match(sequence)
-        n = min(sequence.n_pending, n_at_most)
-        if n > 0 and self._extend(step, sequence, n):
+        if self._extend(step, sequence, min(sequence.n_pending, n_at_most)):
             self._turn += 1
             self._prefill_turn[sequence.flow] = self._turn
 
@@ -305,9 +304,7 @@ class Scheduler:
             if victim is not None:
                 self._preempt(step, victim)
                 continue
-            if self._is_protected(sequence):
-                assert sequence in step.admitted, "a protected sequence lacks cells"
-                return 0  # others have their chunks by now: it goes first in the next step
+            assert not self._is_protected(sequence), "a protected sequence lacks cells"
             self._preempt(step, sequence)
             return 0
 
@@ -332,9 +329,8 @@ class Scheduler:
             if not self._has_room_for(sequence):
                 return
             self._leave_queue(sequence)
-            rest = self._flows.pop(flow, None)
-            if rest is not None:  # served: behind the others
-                self._flows[flow] = rest
+            if flow in self._flows:  # served: behind the others
+                self._flows[flow] = self._flows.pop(flow)
                 turns.append(flow)
             self._start(sequence)
             step.admitted.append(sequence)

@@ -112,6 +112,8 @@ class Sequence:
 
     def _cut(self, start: int, end: int) -> list[tuple[int, int, int]]:
         """(segment index, start, end) of the segments of tokens [start, end)."""
+        if start >= self._starts[-1]:  # the last segment: every token that decodes
+            return [(len(self._starts) - 1, start, end)]
         i = bisect_right(self._starts, start) - 1
         parts = []
         while start < end:

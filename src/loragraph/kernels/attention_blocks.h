@@ -43,18 +43,34 @@ INLINE vf row_load_any(const char *row, int64_t k, int64_t n, int type) {
     return k + VL <= n ? row_load(row, k, type) : row_load_tail(row, k, (int)(n - k), type);
 }
 
+/* Where a block's rows of one K/V head lie: rows[c] + offset; those of the block to come, or NULL, for prefetch. */
+typedef struct {
+    const char *const *rows;
+    const char *const *next;
+    int64_t offset;
+} block_source;
+
 /* K of a block as kt[n_embd][CELLS]. Absent cells are copies of the first: finite, and masked later. */
-INLINE void transpose_block(const char *const *rows, const char *const *next, int64_t n_embd, float *kt, int type) {
+INLINE void transpose_block(const block_source *from, int64_t n_embd, float *kt, int type) {
     const int64_t n_bytes = row_bytes(n_embd, type);
     for (int c = 0; c < CELLS; c += VL) {
-        if (next)
-            for (int i = 0; i < VL; i++)
-                prefetch(next[c + i], n_bytes);
-        for (int64_t d = 0; d < n_embd; d += VL) {
+        const char *rows[VL];
+        for (int i = 0; i < VL; i++) {
+            rows[i] = from->rows[c + i] + from->offset;
+            if (from->next)
+                prefetch(from->next[c + i] + from->offset, n_bytes);
+        }
+        int64_t d = 0;
+#ifdef TRANSPOSE_F16
+        if (type == F16)
+            for (; d + TRANSPOSE_F16 <= n_embd; d += TRANSPOSE_F16)
+                transpose_f16(rows, d, kt + d * CELLS + c, CELLS);
+#endif
+        for (; d < n_embd; d += VL) {
             vf m[VL];
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++)
-                m[i] = row_load_any(rows[c + i], d, n_embd, type);
+                m[i] = row_load_any(rows[i], d, n_embd, type);
             v_transpose(m);
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++)
@@ -64,32 +80,35 @@ INLINE void transpose_block(const char *const *rows, const char *const *next, in
 }
 
 /* V of a block as F32 rows of stride padded(n_embd), zeros behind. */
-INLINE void convert_block(const char *const *rows, const char *const *next, int n, int64_t n_embd, float *out,
-                          int type) {
+INLINE void convert_block(const block_source *from, int n, int64_t n_embd, float *out, int type) {
     const int64_t stride = padded(n_embd), n_bytes = row_bytes(n_embd, type);
     for (int c = 0; c < n; c++) {
-        if (next)
-            prefetch(next[c], n_bytes);
-        for (int64_t d = 0; d < n_embd; d += VL)
-            v_store(out + c * stride + d, row_load_any(rows[c], d, n_embd, type));
+        const char *row = from->rows[c] + from->offset;
+        int64_t d = 0;
+        if (from->next)
+            prefetch(from->next[c] + from->offset, n_bytes);
+        for (; d + VL <= n_embd; d += VL)
+            v_store(out + c * stride + d, row_load(row, d, type));
+        for (; d < stride; d += VL)
+            v_store(out + c * stride + d, row_load_tail(row, d, (int)(n_embd - d < 0 ? 0 : n_embd - d), type));
     }
 }
 
-static void load_k(const char *const *rows, const char *const *next, int64_t n_embd, float *kt, int type) {
+static void load_k(const block_source *from, int64_t n_embd, float *kt, int type) {
     switch (type) {
-    case F32: transpose_block(rows, next, n_embd, kt, F32); break;
-    case F16: transpose_block(rows, next, n_embd, kt, F16); break;
-    case BF16: transpose_block(rows, next, n_embd, kt, BF16); break;
-    case Q8_0: transpose_block(rows, next, n_embd, kt, Q8_0); break;
+    case F32: transpose_block(from, n_embd, kt, F32); break;
+    case F16: transpose_block(from, n_embd, kt, F16); break;
+    case BF16: transpose_block(from, n_embd, kt, BF16); break;
+    case Q8_0: transpose_block(from, n_embd, kt, Q8_0); break;
     }
 }
 
-static void load_v(const char *const *rows, const char *const *next, int n, int64_t n_embd, float *out, int type) {
+static void load_v(const block_source *from, int n, int64_t n_embd, float *out, int type) {
     switch (type) {
-    case F32: convert_block(rows, next, n, n_embd, out, F32); break;
-    case F16: convert_block(rows, next, n, n_embd, out, F16); break;
-    case BF16: convert_block(rows, next, n, n_embd, out, BF16); break;
-    case Q8_0: convert_block(rows, next, n, n_embd, out, Q8_0); break;
+    case F32: convert_block(from, n, n_embd, out, F32); break;
+    case F16: convert_block(from, n, n_embd, out, F16); break;
+    case BF16: convert_block(from, n, n_embd, out, BF16); break;
+    case Q8_0: convert_block(from, n, n_embd, out, Q8_0); break;
     }
 }
 
@@ -119,21 +138,29 @@ INLINE void score_tile(const float *q, int64_t q_stride, const float *kt, int64_
             v_store(s + j * CELLS + i * VL, acc[j][i]);
 }
 
+/* n is a constant in each call: the largest tiles that still fit go first. */
+#define TILES(n, most, call)                                       \
+    do {                                                           \
+        int j = 0;                                                 \
+        for (; (most) > 6 && j + (most) <= (n); j += (most))       \
+            call(most);                                            \
+        for (; (most) >= 6 && j + 6 <= (n); j += 6)                \
+            call(6);                                               \
+        for (; (most) >= 4 && j + 4 <= (n); j += 4)                \
+            call(4);                                               \
+        for (; (most) >= 3 && j + 3 <= (n); j += 3)                \
+            call(3);                                               \
+        for (; j + 2 <= (n); j += 2)                               \
+            call(2);                                               \
+        for (; j < (n); j++)                                       \
+            call(1);                                               \
+    } while (0)
+
 static void scores(const float *q, int64_t q_stride, const float *kt, int64_t n_embd, float *s, int n) {
     for (int c = 0; c < CELLS; c += CELL_VECTORS * VL) {
-        int j = 0;
-        for (; j + SCORE_ROWS <= n; j += SCORE_ROWS)
-            score_tile(q + j * q_stride, q_stride, kt + c, n_embd, s + j * CELLS + c, SCORE_ROWS);
-        if (SCORE_ROWS > 4)
-            for (; j + 4 <= n; j += 4)
-                score_tile(q + j * q_stride, q_stride, kt + c, n_embd, s + j * CELLS + c, 4);
-        if (SCORE_ROWS > 3)
-            for (; j + 3 <= n; j += 3)
-                score_tile(q + j * q_stride, q_stride, kt + c, n_embd, s + j * CELLS + c, 3);
-        for (; j + 2 <= n; j += 2)
-            score_tile(q + j * q_stride, q_stride, kt + c, n_embd, s + j * CELLS + c, 2);
-        for (; j < n; j++)
-            score_tile(q + j * q_stride, q_stride, kt + c, n_embd, s + j * CELLS + c, 1);
+#define SCORE(rows) score_tile(q + j * q_stride, q_stride, kt + c, n_embd, s + j * CELLS + c, (rows) < SCORE_ROWS ? (rows) : SCORE_ROWS)
+        TILES(n, SCORE_ROWS, SCORE);
+#undef SCORE
     }
 }
 
@@ -165,20 +192,25 @@ INLINE void softmax_block(float *s, float *max, float *sum, float *o, int64_t n_
     v_store(sum, total);
 }
 
-/* o[j] += sum over the cells [begin, end), in order, of p[j][c] v[c]: n queries, n_vectors vectors of a head. */
-INLINE void value_tile(const float *p, const float *v, int64_t stride, int begin, int end, float *o, int n,
-                       int n_vectors) {
+/* o[j] += sum over the cells [begin, end), in order, of p[j][c] v[c]: n queries, n_vectors vectors of a head from
+ * value d on. V is read where it lies, or as F32 from scratch. */
+INLINE void value_tile(const float *p, const block_source *from, int64_t d, int begin, int end, float *o,
+                       int64_t stride, int n, int n_vectors, int type) {
     vf acc[VALUE_ROWS][VALUE_VECTORS];
+    const int64_t n_bytes = row_bytes(n_vectors * VL, type), first = from->offset + row_bytes(d, type);
 #pragma GCC unroll 6
     for (int j = 0; j < n; j++)
 #pragma GCC unroll 4
         for (int i = 0; i < n_vectors; i++)
             acc[j][i] = v_load(o + j * stride + i * VL);
     for (int c = begin; c < end; c++) {
+        const char *row = from->rows[c] + first;
         vf one[VALUE_VECTORS];
+        if (from->next)
+            prefetch(from->next[c] + first, n_bytes);
 #pragma GCC unroll 4
         for (int i = 0; i < n_vectors; i++)
-            one[i] = v_load(v + c * stride + i * VL);
+            one[i] = row_load(row, i * VL, type);
 #pragma GCC unroll 6
         for (int j = 0; j < n; j++) {
             const vf weight = v_set1(p[j * CELLS + c]);
@@ -194,22 +226,29 @@ INLINE void value_tile(const float *p, const float *v, int64_t stride, int begin
             v_store(o + j * stride + i * VL, acc[j][i]);
 }
 
-INLINE void value_columns(const float *p, const float *v, int64_t stride, int begin, int end, float *o, int n) {
+INLINE void value_columns(const float *p, const block_source *from, int begin, int end, float *o, int64_t stride,
+                          int n, int type) {
     int64_t d = 0;
     for (; d + VALUE_VECTORS * VL <= stride; d += VALUE_VECTORS * VL)
-        value_tile(p, v + d, stride, begin, end, o + d, n, VALUE_VECTORS);
+        value_tile(p, from, d, begin, end, o + d, stride, n, VALUE_VECTORS, type);
     for (; d + VL <= stride; d += VL)
-        value_tile(p, v + d, stride, begin, end, o + d, n, 1);
+        value_tile(p, from, d, begin, end, o + d, stride, n, 1, type);
 }
 
-static void values(const float *p, const float *v, int64_t stride, int begin, int end, float *o, int n) {
-    int j = 0;
-    for (; j + VALUE_ROWS <= n; j += VALUE_ROWS)
-        value_columns(p + j * CELLS, v, stride, begin, end, o + j * stride, VALUE_ROWS);
-    if (VALUE_ROWS > 3)
-        for (; j + 3 <= n; j += 3)
-            value_columns(p + j * CELLS, v, stride, begin, end, o + j * stride, 3);
-    for (; j < n; j++)
-        value_columns(p + j * CELLS, v, stride, begin, end, o + j * stride, 1);
+#define VALUE(rows)                                                                                          \
+    value_columns(p + j * CELLS, from, begin, end, o + j * stride, stride, (rows) < VALUE_ROWS ? (rows) : VALUE_ROWS, \
+                  TYPE)
+
+static void values_f32(const float *p, const block_source *from, int begin, int end, float *o, int64_t stride, int n) {
+#define TYPE F32
+    TILES(n, VALUE_ROWS, VALUE);
+#undef TYPE
 }
+
+static void values_f16(const float *p, const block_source *from, int begin, int end, float *o, int64_t stride, int n) {
+#define TYPE F16
+    TILES(n, VALUE_ROWS, VALUE);
+#undef TYPE
+}
+#undef VALUE
 #endif

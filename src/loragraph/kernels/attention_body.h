@@ -13,6 +13,8 @@ typedef struct {
     float *q, *o, *s, *max, *sum, *kt, *v;
 } attention_tile;
 
+enum { DIRECT_QUERIES = 6 };
+
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
@@ -36,15 +38,17 @@ static void start_tile(attention_tile *t) {
             }
 }
 
-/* Addresses of a block's rows of one head; absent cells repeat the first. */
-INLINE void block_rows(const attention_tile *t, const int32_t *cells, int n, int head, const char **k, const char **v) {
+/* Addresses of a block's rows of K and V; absent cells repeat the first. */
+typedef struct { const char *k[CELLS], *v[CELLS]; } block_rows;
+
+static void find_rows(const attention_tile *t, int first, block_rows *rows) {
     const attention_node *node = t->node;
-    const char *k0 = (const char *)node->k + head * row_bytes(node->n_embd_k, node->k_type);
-    const char *v0 = (const char *)node->v + head * row_bytes(node->n_embd_v, node->v_type);
+    const int32_t *cells = node->step->cells + t->unit->first_cell + first;
+    const int n = min_int(t->unit->n_cells - first, CELLS);
     for (int c = 0; c < CELLS; c++) {
         const int64_t cell = cells[c < n ? c : 0];
-        k[c] = k0 + cell * node->k_stride;
-        v[c] = v0 + cell * node->v_stride;
+        rows->k[c] = (const char *)node->k + cell * node->k_stride;
+        rows->v[c] = (const char *)node->v + cell * node->v_stride;
     }
 }
 
@@ -77,7 +81,9 @@ static void weigh(const attention_tile *t, int head, int first, int n, int begin
 }
 
 /* Adds the weighted V: rows that see the same cells go together, so that no row meets a cell it does not see. */
-static void add_values(const attention_tile *t, int head, int first, int n, int begin, int end) {
+static void add_values(const attention_tile *t, const block_source *v, int type, int head, int first, int n, int begin,
+                       int end) {
+    block_source from = *v;
     for (int r = begin, next; r < end; r = next) {
         int lo, hi;
         seen(&t->entries[r], first, n, &lo, &hi);
@@ -87,37 +93,60 @@ static void add_values(const attention_tile *t, int head, int first, int n, int 
             if (other_lo != lo || other_hi != hi)
                 break;
         }
-        if (lo < hi)
-            values(t->s + r * t->group * CELLS, t->v, t->o_stride, lo, hi,
-                   t->o + (first_query(t, head) + r * t->group) * t->o_stride, (next - r) * t->group);
+        if (lo >= hi)
+            continue;
+        const float *p = t->s + r * t->group * CELLS;
+        float *o = t->o + (first_query(t, head) + r * t->group) * t->o_stride;
+        (type == F16 ? values_f16 : values_f32)(p, &from, lo, hi, o, t->o_stride, (next - r) * t->group);
+        from.next = NULL; /* once is enough */
     }
 }
 
-static void attend_block(const attention_tile *t, int head, int first, int n) {
+/* One K/V head of a block, for the rows [begin, end); those between that see none of it are passed over. */
+static void attend_head(const attention_tile *t, const block_rows *rows, const block_rows *next, int head, int first,
+                        int n, int begin, int end) {
     const attention_node *node = t->node;
-    const int32_t *cells = node->step->cells + t->unit->first_cell + first;
-    const int n_next = min_int(t->unit->n_cells - first - n, CELLS);
-    const char *k[CELLS], *v[CELLS], *next_k[CELLS], *next_v[CELLS];
-    int begin = t->n_rows, end = 0;
-    for (int r = 0; r < t->n_rows; r++) {
-        int lo, hi;
-        seen(&t->entries[r], first, n, &lo, &hi);
-        if (lo < hi) {
-            begin = min_int(begin, r);
-            end = r + 1;
-        }
-    }
-    if (begin >= end)
-        return;
-    block_rows(t, cells, n, head, k, v);
-    if (n_next > 0)
-        block_rows(t, cells + n, n_next, head, next_k, next_v);
-    load_k(k, n_next > 0 ? next_k : NULL, node->n_embd_k, t->kt, node->k_type);
+    const int n_queries = (end - begin) * t->group;
+    const block_source k = {rows->k, next ? next->k : NULL, head * row_bytes(node->n_embd_k, node->k_type)};
+    const block_source v = {rows->v, next ? next->v : NULL, head * row_bytes(node->n_embd_v, node->v_type)};
+    load_k(&k, node->n_embd_k, t->kt, node->k_type);
     scores(t->q + (first_query(t, head) + begin * t->group) * t->q_stride, t->q_stride, t->kt, node->n_embd_k,
-           t->s + begin * t->group * CELLS, (end - begin) * t->group);
+           t->s + begin * t->group * CELLS, n_queries);
     weigh(t, head, first, n, begin, end);
-    load_v(v, n_next > 0 ? next_v : NULL, n, node->n_embd_v, t->v, node->v_type);
-    add_values(t, head, first, n, begin, end);
+    /* Few queries read V once: converting it on the way is cheaper than through scratch. */
+    const int whole = node->n_embd_v == t->o_stride;
+    if (whole && (node->v_type == F32 || (node->v_type == F16 && n_queries <= DIRECT_QUERIES))) {
+        add_values(t, &v, node->v_type, head, first, n, begin, end);
+        return;
+    }
+    const char *converted[CELLS];
+    for (int c = 0; c < n; c++)
+        converted[c] = (const char *)(t->v + c * t->o_stride);
+    load_v(&v, n, node->n_embd_v, t->v, node->v_type);
+    add_values(t, &(block_source){converted, NULL, 0}, F32, head, first, n, begin, end);
+}
+
+/* All heads of a block before the next: they lie beside each other in memory. */
+static void attend_blocks(const attention_tile *t) {
+    block_rows rows[2];
+    find_rows(t, 0, &rows[0]);
+    for (int first = 0, parity = 0; first < t->unit->n_cells; first += CELLS, parity ^= 1) {
+        const int n = min_int(t->unit->n_cells - first, CELLS), more = first + CELLS < t->unit->n_cells;
+        int begin = t->n_rows, end = 0;
+        for (int r = 0; r < t->n_rows; r++) {
+            int lo, hi;
+            seen(&t->entries[r], first, n, &lo, &hi);
+            if (lo < hi) {
+                begin = min_int(begin, r);
+                end = r + 1;
+            }
+        }
+        if (more)
+            find_rows(t, first + CELLS, &rows[parity ^ 1]);
+        if (begin < end)
+            for (int head = t->head; head < t->head_end; head++)
+                attend_head(t, &rows[parity], more ? &rows[parity ^ 1] : NULL, head, first, n, begin, end);
+    }
 }
 
 /* Done rows go to the output, the others to their partials: V sums, max, sum. */
@@ -166,10 +195,7 @@ static void attend_unit(const attention_node *node, const attention_unit *unit, 
         for (t.head = head; t.head < head_end; t.head = t.head_end) {
             t.head_end = min_int(t.head + most_heads, head_end);
             start_tile(&t);
-            /* All heads of a block before the next: they lie beside each other in memory. */
-            for (int first = 0; first < unit->n_cells; first += CELLS)
-                for (int h = t.head; h < t.head_end; h++)
-                    attend_block(&t, h, first, min_int(unit->n_cells - first, CELLS));
+            attend_blocks(&t);
             finish_tile(&t);
         }
     }

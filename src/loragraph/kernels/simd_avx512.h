@@ -70,3 +70,43 @@ INLINE void v_transpose(vf m[VL]) {
         m[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
     }
 }
+
+/* 32 halves from k on of each of 16 rows, as 32 rows of 16 floats: half the shuffles of transposing floats. */
+#define TRANSPOSE_F16 32
+INLINE void transpose_f16(const char *const *rows, int64_t k, float *out, int64_t stride) {
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    __m512i t[2][8]; /* t[g][i] holds, in lane l, value 8 l + i of rows 8 g ... 8 g + 7 */
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++) {
+        __m512i r[8], a[8], b[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++)
+            r[i] = _mm512_loadu_si512(rows[8 * g + i] + k * 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            a[i] = _mm512_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+            a[i + 4] = _mm512_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+            b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+        }
+        /* b: values 0 1 | 2 3 of rows 0-3, the same of rows 4-7, then 4 5 | 6 7. */
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const int from = i / 2 * 4 + i % 2;
+            t[g][2 * i] = _mm512_unpacklo_epi64(b[from], b[from + 2]);
+            t[g][2 * i + 1] = _mm512_unpackhi_epi64(b[from], b[from + 2]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const __m512i x = _mm512_permutex2var_epi64(t[0][i], low, t[1][i]);
+        const __m512i y = _mm512_permutex2var_epi64(t[0][i], high, t[1][i]);
+        v_store(out + i * stride, _mm512_cvtph_ps(_mm512_castsi512_si256(x)));
+        v_store(out + (8 + i) * stride, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)));
+        v_store(out + (16 + i) * stride, _mm512_cvtph_ps(_mm512_castsi512_si256(y)));
+        v_store(out + (24 + i) * stride, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(y, 1)));
+    }
+}

@@ -69,4 +69,4 @@ def write_causal_mask(inputs: Inputs, batch: Batch, n_kv: int) -> None:
         start = seen.run_start[0]
         mask[0, start + seen.row_begin[0] : start + seen.row_end[0]] = 0
     else:
-        mask[mask_from(seen, batch.n_tokens, n_kv)] = 0
+        np.copyto(mask, 0, where=mask_from(seen, batch.n_tokens, n_kv))
