@@ -9,11 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from cffi import FFI
 from numpy.typing import NDArray
 
 from loragraph.errors import BackendError, LifecycleError
-from loragraph.ggml.lib import GGML_STATUS, Library
+from loragraph.ggml.lib import GGML_STATUS, Library, ffi
 from loragraph.ggml.pages import prefer_huge_pages
 
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
@@ -25,7 +24,6 @@ STORAGE_ONLY = frozenset((9, 15, *range(24, 29)))
 _N_TYPES = 43  # GGML_TYPE_COUNT: ggml looks numbers up in a table without a check
 _MAX_BYTES = 1 << 48
 _USAGE_WEIGHTS = 1
-_FFI = FFI()  # casts pointers of any instance to numbers
 _NUMPY = {F32: np.float32, F16: np.float16, I32: np.int32, I64: np.int64}
 
 
@@ -262,7 +260,7 @@ def _aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
 
 def data_address(tensor: Tensor) -> int:
     """Address of a tensor's first value; BackendError while it has no memory."""
-    address = int(_FFI.cast("uintptr_t", tensor.ptr.data))
+    address = int(ffi.cast("uintptr_t", tensor.ptr.data))
     if address == 0:
         raise BackendError(f"{tensor!r} has no memory")
     return address
