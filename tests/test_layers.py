@@ -19,11 +19,11 @@ ROOT = "loragraph"
 ORDER = (
     "errors",
     "config",
+    "kernels",  # include no header of ggml, and so need none of it
     "ggml",
     "vocab",
     "model",
     "adapters",
-    "kernels",
     "graph",
     "engine",
     "tools",
