@@ -6,7 +6,6 @@ Reads headers, and of an adapter the values too; weights of a base are never rea
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -23,8 +22,7 @@ from loragraph.engine.model import load_problem
 from loragraph.errors import ConfigError, GGUFError, LoragraphError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
-
-_SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+from loragraph.model.files import split_paths
 
 
 def inspect_file(
@@ -52,17 +50,6 @@ def read_base_info(lib: Library, path: Path) -> BaseInfo:
     with ExitStack() as stack:
         files = [stack.enter_context(GGUFFile(lib, part)) for part in split_paths(path)]
         return base_info_from_gguf(*files)
-
-
-def split_paths(path: Path) -> list[Path]:
-    """All files of the split model that `path` is a part of, in order; [path] where it is none."""
-    match = _SPLIT_NAME.match(path.name)
-    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
-        return [path]
-    count = int(match["count"])
-    return [
-        path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)
-    ]
 
 
 def _is_adapter(file: GGUFFile) -> bool:
