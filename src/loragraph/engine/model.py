@@ -253,6 +253,13 @@ class Model:
                 )
             if self._closed:
                 return
+            for adapter in self._adapters:  # before anything is closed: all or nothing
+                if adapter.attached_to:
+                    raise LifecycleError(
+                        f"the model was closed while {adapter!r} is attached to "
+                        f"{', '.join(adapter.attached_to)}",
+                        hint="detach it there first",
+                    )
             self.vocab.close()  # raises while another thread is in one of its calls
             self._closed = True
             adapters = tuple(self._adapters)
