@@ -19,7 +19,7 @@ ROOT = "loragraph"
 ORDER = (
     "errors",
     "config",
-    "kernels",  # include no header of ggml, and so need none of it
+    "kernels",  # our own C, which knows nothing of ggml
     "ggml",
     "vocab",
     "model",
