@@ -19,11 +19,11 @@ ROOT = "loragraph"
 ORDER = (
     "errors",
     "config",
+    "kernels",
     "ggml",
     "vocab",
     "model",
     "adapters",
-    "kernels",
     "graph",
     "engine",
     "tools",
