@@ -67,6 +67,7 @@ class KeptGraph:
     lowering: GraphLowering  # these two keep the custom nodes' structs alive
     attention: AttentionGraph
     n_nodes: int
+    plan: Any = field(init=False)  # making one walks the whole graph
     values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
 
 
@@ -113,7 +114,7 @@ class Runner:
         n_kv = self._attention.n_kv(batch, self._cache.n_cells)
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
-        self._backend.compute(graph.graph)
+        self._backend.compute(graph.graph, graph.plan)
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
         return graph.values.copy() if copy else graph.values
@@ -159,6 +160,7 @@ class Runner:
             return graph
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
         self._place(graph)
+        graph.plan = self._backend.plan(graph.graph)
         n_vocab, n_outputs = graph.logits.ne[:2]
         graph.values = array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab)
         self._graphs[key] = graph
