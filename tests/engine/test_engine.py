@@ -417,6 +417,9 @@ def test_an_adapter_given_in_memory_stays_the_callers(model: Model, files: Files
     with Engine(model, {"mine": adapter}, n_ctx=256) as engine:
         engine.generate(PROMPT, GREEDY, adapters={"mine": 1.0})
         assert adapter.attached_to == ("the engine",)
+        engine.unload_adapter("mine")
+        engine.stats()
+        assert adapter.attached_to == ()
     assert not adapter.closed
     adapter.close()
     with (
