@@ -140,10 +140,10 @@ class EngineCore:
         """One step; False where there was nothing to compute."""
         self._expire()
         self._admit()
+        self.residency.sync()
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return bool(plan.preempted)
-        self.residency.sync()
         try:
             self._check_files()
             logits = self._runner.run(batch_of(plan), copy=False)
