@@ -79,43 +79,32 @@ class Engine:
         choice(lowering, "lowering", ("routed",))  # the others have one set of adapters a batch
         choice(kv_type, "kv_type", tuple(KV_TYPES))
         choice(attention, "attention", ATTENTIONS)
-        n_cells = integer(n_ctx, "n_ctx", 1, MAX_CELLS)
         n_slots = integer(max_adapters, "max_adapters", 1, MAX_SLOTS)
+        if max_adapter_bytes is not None:
+            integer(max_adapter_bytes, "max_adapter_bytes", 1, 1 << 62)
         self.config = SchedulerConfig(
-            n_cells=n_cells,
+            n_cells=integer(n_ctx, "n_ctx", 1, MAX_CELLS),
             max_batch_tokens=integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 16),
             max_sequences=integer(max_sequences, "max_sequences", 1, 1 << 16),
             max_waiting=1 << 30,  # those that wait do so before the scheduler
             max_sequence_tokens=max_sequence_tokens,
         )
+        max_waiting = integer(max_waiting, "max_waiting", 1, 1 << 30)
+        n_threads = None if n_threads is None else threads(n_threads)
         self._owns_model = not isinstance(model, Model)
         self.model = model if isinstance(model, Model) else Model.load(model, n_threads=n_threads)
         self._pid = os.getpid()
         self._name = self.model.enter_context()
         self._closed = False
+        self._loader = AdapterLoader(self.model, self._on_load)
         try:
-            n_threads = self.model.n_threads if n_threads is None else threads(n_threads)
-            with memory_errors(self._name):
-                made, self._runner = make_runner(
-                    self.model,
-                    n_cells,
-                    self.config.max_batch_tokens,
-                    lowering,
-                    kv_type,
-                    attention,
-                    n_threads,
-                    n_slots,
-                )
-            assert isinstance(made, RoutedLowering)
-            self._lowering = made
-            self._loader = AdapterLoader(self.model, self._on_load)
             self.registry = Registry(self._loader.read_header, adapter_dir)
+            slots = self._make_runner(kv_type, attention, n_threads, n_slots)
         except BaseException:
             self._release_model()
             raise
-        self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
         residency = Residency(
-            self.registry, made, self._loader.start, n_slots, max_adapter_bytes, time.monotonic
+            self.registry, slots, self._loader.start, n_slots, max_adapter_bytes, time.monotonic
         )
         self._core = EngineCore(
             self.config,
@@ -126,6 +115,7 @@ class Engine:
             max_waiting,
             self.model.check_files,
         )
+        self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
         self._thread = EngineThread(self._core, time.monotonic, "loragraph-engine")
         self._client = Client(self._jobs, self._core, self._thread)
         try:
@@ -348,6 +338,24 @@ class Engine:
         self.close(drain=kind is None)
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _make_runner(
+        self, kv_type: KvType, attention: AttentionName, n_threads: int | None, n_slots: int
+    ) -> RoutedLowering:
+        """Makes the runner, and gives the lowering that holds its adapters."""
+        with memory_errors(self._name):
+            lowering, self._runner = make_runner(
+                self.model,
+                self.config.n_cells,
+                self.config.max_batch_tokens,
+                "routed",
+                kv_type,
+                attention,
+                self.model.n_threads if n_threads is None else n_threads,
+                n_slots,
+            )
+        assert isinstance(lowering, RoutedLowering)
+        return lowering
 
     def _hold(self, generation: Generation, *, pin: bool) -> None:
         self._wait_for(Hold(generation, pin))
