@@ -105,6 +105,26 @@ def first_load_ms(engine: Engine, adapter: Path) -> float:
     return ms
 
 
+def first_token_ms(engine: Engine, n_prompt: int, n_adapters: int = 4) -> tuple[float, float]:
+    """Milliseconds to the first token over one shared prompt: (adapter stays, adapters alternate).
+
+    Every adapter has met the prompt once before; each request ends in another token.
+    """
+    rng = np.random.default_rng(1)
+    shared = rng.integers(100, 40_000, n_prompt).tolist()
+
+    def measure(adapter: int, last: int) -> float:
+        start = time.perf_counter()
+        engine.generate([*shared, last], adapters={f"a{adapter}": 1.0}, max_tokens=1, temperature=0)
+        return 1e3 * (time.perf_counter() - start)
+
+    for i in range(n_adapters):
+        measure(i, 100)
+    stays = [measure(0, 101 + i) for i in range(3 * n_adapters)]
+    alternates = [measure(i % n_adapters, 201 + i) for i in range(3 * n_adapters)]
+    return statistics.median(stays), statistics.median(alternates)
+
+
 def markdown(cells: Sequence[Cell]) -> str:
     """The table for the README."""
     by_key = {(cell.type, cell.n_requests, cell.mode): cell.tokens_per_s for cell in cells}
@@ -159,6 +179,12 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
         ) as engine:
             own = speeds(engine, counts, args.prompt, args.rounds, type_, report, clock)
             report(markdown(own))
+            if max(counts) >= 4:
+                stays, alternates = first_token_ms(engine, 1000)
+                report(
+                    f"first token over 1,000 shared ones: {stays:.0f} ms where the adapter stays, "
+                    f"{alternates:.0f} ms where four alternate"
+                )
             if args.register:
                 report(f"registering: {registration_ms(engine, paths[0], args.register):.2f} ms")
             report(f"first load: {first_load_ms(engine, paths[0]):.0f} ms")

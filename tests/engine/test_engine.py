@@ -417,6 +417,13 @@ def test_an_adapter_given_in_memory_stays_the_callers(model: Model, files: Files
     with Engine(model, {"mine": adapter}, n_ctx=256) as engine:
         engine.generate(PROMPT, GREEDY, adapters={"mine": 1.0})
         assert adapter.attached_to == ("the engine",)
+        engine.load_adapter("too", adapter)
+        both = engine.score(PROMPT, {"mine": 0.75, "too": 0.25}).logprobs
+        assert np.array_equal(both, engine.score(PROMPT, {"mine": 1.0}).logprobs)
+        engine.unload_adapter("mine")
+        engine.unload_adapter("too")
+        engine.stats()
+        assert not adapter.attached_to
     assert not adapter.closed
     adapter.close()
     with (

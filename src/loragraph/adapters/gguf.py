@@ -57,9 +57,8 @@ def read_adapter(
     Errors: GGUFError (container), AdapterFormatError, AdapterMismatchError (fit), UnsupportedError,
     CapacityError (no memory).
     """
-    draft, pairs, nbytes = read_header(
-        lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output
-    )
+    draft = read_header(lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output)
+    pairs, nbytes = _layout(draft)
     try:
         data = allocate_block(nbytes)
     except MemoryError as exc:
@@ -81,8 +80,8 @@ def read_header(
     *,
     ignore_norm: bool = False,
     tied_output: bool | None = None,
-) -> tuple[Draft, dict[str, LoraPair], int]:
-    """What can be known and checked without reading a tensor: header, pairs, bytes in memory.
+) -> Draft:
+    """What can be known and checked without reading a tensor.
 
     Raises the first problem, as `read_adapter` does; values that are not finite, or all zero, show
     only there.
@@ -90,7 +89,14 @@ def read_header(
     draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
     for problem in header_problems(draft, base):
         raise problem
-    return draft, *_layout(draft)
+    return draft
+
+
+def memory_of(draft: Draft) -> tuple[int, int]:
+    """Bytes that the loaded adapter will take, and those of its lora_b tensors among them."""
+    halves = [_tensors(pair) for pair in draft.pairs.values()]
+    nbytes = sum(_aligned(half.nbytes) for pair in halves for half in pair)
+    return nbytes, sum(b.nbytes for _, b in halves)
 
 
 def check_adapter(
@@ -159,10 +165,14 @@ def _layout(draft: Draft) -> tuple[dict[str, LoraPair], int]:
         halves = []
         for info in _tensors(found):
             halves.append(LoraTensor(info.type, info.ne, end, info.nbytes))
-            end += -(-info.nbytes // ALIGNMENT) * ALIGNMENT
+            end += _aligned(info.nbytes)
         a, b = halves
         pairs[target] = LoraPair(target, a, b, b.ne[0], _scale(draft, found))
     return pairs, end
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> None:

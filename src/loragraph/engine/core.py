@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.engine.batching import batch_of
+from loragraph.engine.holds import Hold, Holds
 from loragraph.engine.invocation import active_from, segments_of
 from loragraph.engine.job import ChoiceState, Job
 from loragraph.engine.parts import StepRunner, TokenTexts, best_tokens, logprobs_of
@@ -53,19 +53,6 @@ class CoreStats:
     n_jobs: int = 0  # known now: waiting, loading or running
 
 
-@dataclass(slots=True, eq=False)
-class Hold:
-    """A load for no request. `pin`: it stays until `unpin` or `drop`; `outcome`: error or None."""
-
-    generation: Generation
-    pin: bool = False
-    outcome: Future[LoragraphError | None] = field(default_factory=Future)
-
-    def done(self, error: LoragraphError | None) -> None:
-        """The load ended."""
-        self.outcome.set_result(error)
-
-
 class EngineCore:
     """Scheduler, residency and samplers around one runner."""
 
@@ -77,22 +64,24 @@ class EngineCore:
         residency: Residency,
         clock: Callable[[], float],
         max_waiting: int = 1024,
+        check_files: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_files` raises, before a step, where the mapped model cannot be read any more."""
         self.scheduler = Scheduler(config)
         self.residency = residency
+        self.holds = Holds(residency)
         self.waiting = WaitingJobs(max_waiting, max_overtaken=2 * config.max_sequences)
         self.stats = CoreStats()
         self._runner = runner
         self._texts = texts
         self._clock = clock
+        self._check_files = check_files
         self._loading: dict[Job, None] = {}  # hold places in the pool, in part still loading
         self._running: dict[Job, None] = {}  # in the scheduler
         self._closed: LoragraphError | None = None
         self._ids = itertools.count()
         self._choices: dict[Sequence, ChoiceState] = {}
         self._scores: dict[Sequence, Job] = {}
-        self._holds: dict[Hold, None] = {}  # loading
-        self._pins: dict[Hold, None] = {}
         self._pieces: dict[int, tuple[bytes, bool]] = {}
 
     @property
@@ -135,12 +124,8 @@ class EngineCore:
                 if isinstance(ticket, Job):
                     self._fail(ticket, error)
                 elif isinstance(ticket, Hold):
-                    self._holds.pop(ticket, None)
-                    self.residency.pool.release(ticket)
-                    ticket.done(error)
-        for hold in [hold for hold in self._holds if self.residency.pool.ready(hold)]:
-            del self._holds[hold]
-            self._held(hold)
+                    self.holds.fail(ticket, error)
+        self.holds.on_load()
         for job in [job for job in self._loading if self.residency.pool.ready(job)]:
             del self._loading[job]
             self._start(job)
@@ -155,11 +140,12 @@ class EngineCore:
         """One step; False where there was nothing to compute."""
         self._expire()
         self._admit()
+        self.residency.sync()
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return bool(plan.preempted)
-        self.residency.sync()
         try:
+            self._check_files()
             logits = self._runner.run(batch_of(plan), copy=False)
         except (LoragraphError, MemoryError) as error:
             self._step_failed(error)
@@ -170,32 +156,15 @@ class EngineCore:
         return True
 
     def hold(self, hold: Hold) -> None:
-        """Loads an adapter for no request, and pins it where asked; see Hold."""
-        try:
-            grant = self.residency.acquire(hold, [hold.generation], pin=hold.pin)
-        except LoragraphError as error:
-            hold.done(error)
-            return
-        if grant is Grant.BLOCKED:
-            hold.done(CapacityError("no room: every resident adapter is in use or pinned"))
-        elif grant is Grant.READY:
-            self._held(hold)
+        """See Holds.hold."""
+        if self._closed is not None:
+            hold.done(self._closed)
         else:
-            self._holds[hold] = None
-
-    def unpin(self, generation: Generation) -> None:
-        """Takes the pins of a generation back; it may be dropped once nobody uses it."""
-        self.drop([one for one in self._pins if one.generation is generation])
-
-    def drop(self, holds: Iterable[Hold]) -> None:
-        """Takes pins back."""
-        for hold in holds:
-            self._pins.pop(hold, None)
-            self.residency.pool.release(hold)
+            self.holds.hold(hold)
 
     def retire(self, generation: Generation) -> None:
         """The generation's name means something else now: it goes once nobody uses it."""
-        self.unpin(generation)
+        self.holds.unpin(generation)
         self.residency.retire(generation)
 
     def close(self, error: LoragraphError) -> None:
@@ -203,15 +172,7 @@ class EngineCore:
         self._closed = error
         for job in list(self.jobs):
             self._fail(job, error)
-        for hold in list(self._holds):
-            hold.done(error)
-
-    def _held(self, hold: Hold) -> None:
-        if hold.pin:
-            self._pins[hold] = None
-        else:
-            self.residency.pool.release(hold)
-        hold.done(None)
+        self.holds.close(error)
 
     def _expire(self) -> None:
         now = self._clock()

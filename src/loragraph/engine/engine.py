@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import queue
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -22,17 +21,18 @@ from loragraph.engine.assembly import (
     LoweringName,
     make_runner,
 )
-from loragraph.engine.core import EngineCore, Hold
+from loragraph.engine.client import Client
+from loragraph.engine.core import EngineCore
 from loragraph.engine.generate import Prompt, SamplingFields, sampling_params
-from loragraph.engine.handle import EngineStream, outcome_of
-from loragraph.engine.job import Job
+from loragraph.engine.handle import EngineStream
+from loragraph.engine.holds import Hold
 from loragraph.engine.job_maker import JobMaker
 from loragraph.engine.loader import AdapterLoader
 from loragraph.engine.model import Model
 from loragraph.engine.options import choice, integer, memory_errors, threads
 from loragraph.engine.plan import SchedulerConfig
 from loragraph.engine.registry import Generation, Registry
-from loragraph.engine.request import Event, Outcome, Request, Result, Score
+from loragraph.engine.request import Event, Request, Result, Score
 from loragraph.engine.residency import Residency
 from loragraph.engine.sampler import SamplingParams
 from loragraph.engine.table import AdapterRow, EngineStats, adapter_rows
@@ -79,48 +79,45 @@ class Engine:
         choice(lowering, "lowering", ("routed",))  # the others have one set of adapters a batch
         choice(kv_type, "kv_type", tuple(KV_TYPES))
         choice(attention, "attention", ATTENTIONS)
-        n_cells = integer(n_ctx, "n_ctx", 1, MAX_CELLS)
         n_slots = integer(max_adapters, "max_adapters", 1, MAX_SLOTS)
+        if max_adapter_bytes is not None:
+            integer(max_adapter_bytes, "max_adapter_bytes", 1, 1 << 62)
         self.config = SchedulerConfig(
-            n_cells=n_cells,
+            n_cells=integer(n_ctx, "n_ctx", 1, MAX_CELLS),
             max_batch_tokens=integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 16),
             max_sequences=integer(max_sequences, "max_sequences", 1, 1 << 16),
             max_waiting=1 << 30,  # those that wait do so before the scheduler
             max_sequence_tokens=max_sequence_tokens,
         )
+        max_waiting = integer(max_waiting, "max_waiting", 1, 1 << 30)
+        n_threads = None if n_threads is None else threads(n_threads)
         self._owns_model = not isinstance(model, Model)
         self.model = model if isinstance(model, Model) else Model.load(model, n_threads=n_threads)
         self._pid = os.getpid()
         self._name = self.model.enter_context()
         self._closed = False
+        self._loader = AdapterLoader(self.model, self._on_load)
         try:
-            n_threads = self.model.n_threads if n_threads is None else threads(n_threads)
-            with memory_errors(self._name):
-                made, self._runner = make_runner(
-                    self.model,
-                    n_cells,
-                    self.config.max_batch_tokens,
-                    lowering,
-                    kv_type,
-                    attention,
-                    n_threads,
-                    n_slots,
-                )
-            assert isinstance(made, RoutedLowering)
-            self._lowering = made
-            self._loader = AdapterLoader(self.model, self._on_load)
             self.registry = Registry(self._loader.read_header, adapter_dir)
+            slots = self._make_runner(kv_type, attention, n_threads, n_slots)
         except BaseException:
             self._release_model()
             raise
-        self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
         residency = Residency(
-            self.registry, made, self._loader.start, n_slots, max_adapter_bytes, time.monotonic
+            self.registry, slots, self._loader.start, n_slots, max_adapter_bytes, time.monotonic
         )
         self._core = EngineCore(
-            self.config, self._runner, self.model.vocab, residency, time.monotonic, max_waiting
+            self.config,
+            self._runner,
+            self.model.vocab,
+            residency,
+            time.monotonic,
+            max_waiting,
+            self.model.check_files,
         )
+        self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
         self._thread = EngineThread(self._core, time.monotonic, "loragraph-engine")
+        self._client = Client(self._jobs, self._core, self._thread)
         try:
             for name, source in (adapters or {}).items():
                 self.load_adapter(name, source)
@@ -154,11 +151,12 @@ class Engine:
 
     def run(self, request: Request) -> Result:
         """Generates to the end; see generate()."""
-        return self._collect([self._submit([request])[0]])[0]
+        return self.generate_batch([request])[0]
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Result]:
         """Generates all; they enter the engine together. The first error ends the others."""
-        return self._collect(self._submit(requests))
+        self._check_open()
+        return self._client.run_all(requests)
 
     def stream(
         self,
@@ -183,27 +181,24 @@ class Engine:
     def open(self, request: Request) -> EngineStream:
         """A stream of a request's events; see stream()."""
         self._check_open()
-        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        job = self._jobs.make(request, outcomes.put, wants_events=True)
-        self._post_jobs([job])
-        return EngineStream(outcomes, lambda: self._cancel(job))
+        return self._client.open(request)
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> Result:
         """generate() for asyncio; cancelling the task cancels the request."""
-        params = options.pop("params", None)
-        result: Result | None = None
-        async for outcome in self._outcomes(self._request(prompt, params, options), events=False):
-            assert isinstance(outcome, Result)
-            result = outcome
-        assert result is not None
-        return result
+        self._check_open()
+        async with aclosing(self._client.outcomes(_request(prompt, options), events=False)) as own:
+            async for outcome in own:
+                assert isinstance(outcome, Result)
+                return outcome
+        raise AssertionError("a request ended without a last word")
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Event]:
         """stream() for asyncio; closing the iterator cancels the request."""
-        params = options.pop("params", None)
-        async for outcome in self._outcomes(self._request(prompt, params, options), events=True):
-            if isinstance(outcome, Event):
-                yield outcome
+        self._check_open()
+        async with aclosing(self._client.outcomes(_request(prompt, options), events=True)) as own:
+            async for outcome in own:
+                if isinstance(outcome, Event):
+                    yield outcome
 
     def score(
         self,
@@ -217,12 +212,7 @@ class Engine:
         """Log-probabilities of the tokens from `start` on, each given those before it."""
         self._check_open()
         request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
-        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        job = self._jobs.make(request, outcomes.put, score_from=start)
-        self._post_jobs([job])
-        outcome = self._wait(job, outcomes)
-        assert isinstance(outcome, Score)
-        return outcome
+        return self._client.score(request, start)
 
     # -- adapters ---------------------------------------------------------------------------------
 
@@ -273,7 +263,7 @@ class Engine:
                 Mix({resident[generation]: scale for generation, scale in wanted.items()})
             )
         finally:
-            self._thread.post(lambda: self._core.drop(holds))
+            self._thread.post(lambda: self._core.holds.drop(holds))
         self.model.adopt_adapter(adapter)
         new = self.load_adapter(name, adapter)
         new.owned = True
@@ -294,7 +284,7 @@ class Engine:
         """Lets a pinned adapter be dropped."""
         self._check_open()
         generation = self.registry.resolve(name)
-        self._thread.call(lambda: self._core.unpin(generation))
+        self._thread.call(lambda: self._core.holds.unpin(generation))
 
     @property
     def adapters(self) -> tuple[AdapterRow, ...]:
@@ -349,83 +339,23 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _request(
-        self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
-    ) -> Request:
-        own = {k: options.pop(k) for k in _REQUEST_FIELDS if k in options}
-        return Request(prompt, params=sampling_params(params, options), **own)  # type: ignore[arg-type]
-
-    async def _outcomes(self, request: Request, *, events: bool) -> AsyncIterator[Outcome]:
-        self._check_open()
-        loop = asyncio.get_running_loop()
-        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
-
-        def sink(outcome: Outcome) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
-
-        job = await asyncio.to_thread(self._jobs.make, request, sink, wants_events=events)
-        self._post_jobs([job])
-        try:
-            while True:
-                outcome = outcome_of(await outcomes.get())
-                yield outcome
-                if not isinstance(outcome, Event):
-                    return
-        finally:
-            self._cancel(job)
-
-    def _submit(self, requests: Sequence[Request]) -> list[tuple[Job, queue.SimpleQueue[Outcome]]]:
-        """All or none; what is wrong with one raises before any is submitted."""
-        self._check_open()
-        made: list[tuple[Job, queue.SimpleQueue[Outcome]]] = []
-        try:
-            for request in requests:
-                outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-                made.append((self._jobs.make(request, outcomes.put), outcomes))
-            self._post_jobs([job for job, _ in made])
-        except BaseException:
-            for job, _ in made:
-                job.close()
-            raise
-        return made
-
-    def _collect(self, submitted: list[tuple[Job, queue.SimpleQueue[Outcome]]]) -> list[Result]:
-        results: list[Result] = []
-        try:
-            for job, outcomes in submitted:
-                outcome = self._wait(job, outcomes)
-                assert isinstance(outcome, Result)
-                results.append(outcome)
-        except BaseException:
-            for job, _ in submitted:
-                self._cancel(job)
-            raise
-        return results
-
-    def _wait(self, job: Job, outcomes: queue.SimpleQueue[Outcome]) -> Outcome:
-        try:
-            return outcome_of(outcomes.get())
-        except BaseException:  # an interrupt too
-            self._cancel(job)
-            raise
-
-    def _post_jobs(self, jobs: Sequence[Job]) -> None:
-        self._check_open()
-
-        def command() -> None:
-            for job in jobs:
-                self._core.submit(job)
-
-        self._thread.post(command)
-
-    def _cancel(self, job: Job) -> None:
-        if job.ended:
-            return
-        try:
-            self._thread.post(lambda: self._core.abort(job))
-        except LifecycleError:
-            return  # closed: every job has ended
+    def _make_runner(
+        self, kv_type: KvType, attention: AttentionName, n_threads: int | None, n_slots: int
+    ) -> RoutedLowering:
+        """Makes the runner, and gives the lowering that holds its adapters."""
+        with memory_errors(self._name):
+            lowering, self._runner = make_runner(
+                self.model,
+                self.config.n_cells,
+                self.config.max_batch_tokens,
+                "routed",
+                kv_type,
+                attention,
+                self.model.n_threads if n_threads is None else n_threads,
+                n_slots,
+            )
+        assert isinstance(lowering, RoutedLowering)
+        return lowering
 
     def _hold(self, generation: Generation, *, pin: bool) -> None:
         self._wait_for(Hold(generation, pin))
@@ -454,4 +384,9 @@ class Engine:
             self.model.close()
 
 
-_REQUEST_FIELDS = ("adapters", "n", "cache_salt", "deadline_s", "chat")
+def _request(prompt: Prompt, options: dict[str, Any]) -> Request:
+    """A request from the keyword arguments of generate()."""
+    names = ("adapters", "n", "cache_salt", "deadline_s", "chat")
+    own = {name: options.pop(name) for name in names if name in options}
+    params: SamplingParams | None = options.pop("params", None)
+    return Request(prompt, params=sampling_params(params, options), **own)  # type: ignore[arg-type]

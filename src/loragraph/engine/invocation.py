@@ -37,7 +37,10 @@ def segments_of(scales: Sequence[tuple[Adapter, float, int | None]]) -> tuple[Se
     starts = sorted({0} | {start for _, _, start in scales if start is not None})
     segments: list[Segment] = []
     for first in starts:
-        active = {a: scale for a, scale, start in scales if start is not None and start <= first}
+        active: dict[Adapter, float] = {}
+        for adapter, scale, start in scales:
+            if start is not None and start <= first:  # one adapter may have several names
+                active[adapter] = active.get(adapter, 0.0) + scale
         mix = Mix(active) if active else EMPTY_MIX
         if not segments or segments[-1].mix != mix:
             segments.append(Segment(first, mix))

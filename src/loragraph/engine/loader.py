@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
-from loragraph.adapters.gguf import read_header
+from loragraph.adapters.gguf import memory_of, read_header
 from loragraph.engine.model import Model
 from loragraph.engine.options import memory_errors
 from loragraph.engine.registry import AdapterHeader, Generation
@@ -27,12 +27,11 @@ class AdapterLoader:
 
     def read_header(self, path: Path) -> AdapterHeader:
         """Checks a header against the model; raises what is wrong with it."""
-        draft, pairs, nbytes = read_header(self._model.lib, path, self._model.base_info)
+        draft = read_header(self._model.lib, path, self._model.base_info)
+        nbytes, nbytes_b = memory_of(draft)
+        ranks = [pair.b.ne[0] for pair in draft.pairs.values() if pair.b is not None]
         return AdapterHeader(
-            nbytes + sum(pair.b.nbytes for pair in pairs.values()),
-            max(pair.rank for pair in pairs.values()),
-            len(pairs),
-            draft.invocation_tokens,
+            nbytes + nbytes_b, max(ranks), len(draft.pairs), draft.invocation_tokens
         )
 
     def start(self, generation: Generation) -> None:
