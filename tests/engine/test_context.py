@@ -61,11 +61,11 @@ def test_a_failed_step_appends_nothing(model: Model, monkeypatch: pytest.MonkeyP
         backend = type(context._runner._backend)
         compute, calls = backend.compute, []
 
-        def fail_second(self: Any, graph: Any) -> None:
+        def fail_second(self: Any, *graph: Any) -> None:
             calls.append(graph)
             if len(calls) == 2:
                 raise BackendError("aborted")
-            compute(self, graph)
+            compute(self, *graph)
 
         with monkeypatch.context() as patch:
             patch.setattr(backend, "compute", fail_second)
