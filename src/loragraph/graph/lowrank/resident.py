@@ -5,14 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
 from loragraph.adapters.adapter import Adapter
-from loragraph.adapters.values import dequantised
 from loragraph.errors import CapacityError
-from loragraph.ggml.handles import F32
-from loragraph.graph.lowrank.targets import Factor, TargetPair, target_pairs
+from loragraph.graph.lowrank.targets import TargetPair, target_pairs
 from loragraph.kernels.lowrank import LoraPair, TargetPairs, transpose_b
 from loragraph.model.weights import Use, Weight
 
@@ -99,35 +94,10 @@ def _table(weight: Weight, n_slots: int) -> TargetPairs:
 
 
 def _kernel_pairs(adapter: Adapter, *, tied: bool) -> dict[str, LoraPair]:
-    merged: dict[str, TargetPair] = {}
-    for pair in target_pairs(adapter, tied=tied):
-        if pair.n_expert == 1:
-            twice = pair.target in merged
-            merged[pair.target] = _stacked(merged[pair.target], pair) if twice else pair
-    return {target: _kernel_pair(pair) for target, pair in merged.items()}
+    pairs = target_pairs(adapter, tied=tied)
+    return {pair.target: _kernel_pair(pair) for pair in pairs if pair.n_expert == 1}
 
 
 def _kernel_pair(pair: TargetPair) -> LoraPair:
     b = transpose_b(pair.b.data, pair.b.type, pair.b.ne[0], pair.b.ne[1])
     return LoraPair(pair.a.data, pair.a.type, b, pair.b.type, pair.rank, pair.scale)
-
-
-def _stacked(first: TargetPair, second: TargetPair) -> TargetPair:
-    """Two pairs of one target as one of the summed rank, in float32 with the scales in b."""
-    pairs = (first, second)
-    a = np.concatenate([_values(pair.a) for pair in pairs])
-    b = np.concatenate([_values(pair.b) * np.float32(pair.scale) for pair in pairs], axis=1)
-    rank = first.rank + second.rank
-    return TargetPair(
-        first.target,
-        Factor(a.reshape(-1).view(np.uint8), F32, (first.a.ne[0], rank, 1)),
-        Factor(np.ascontiguousarray(b).reshape(-1).view(np.uint8), F32, (rank, first.b.ne[1], 1)),
-        rank,
-        1.0,
-    )
-
-
-def _values(factor: Factor) -> NDArray[np.float32]:
-    """(ne1, ne0) f32."""
-    n0, n1, _ = factor.ne
-    return dequantised(factor.type, factor.data, (*factor.ne, 1)).reshape(n1, n0)

@@ -46,7 +46,7 @@ class TargetPair:
 def target_pairs(adapter: Adapter, *, tied: bool) -> list[TargetPair]:
     """All pairs of an adapter, in target order; `tied` says whether the base's head is its table.
 
-    A weight may occur twice: output.weight has a pair of its own beside the table's.
+    A weight occurs once: the checks refuse a table's pair for the head beside a pair of the head.
     """
     pairs = [_plain(adapter, pair) for pair in adapter.pairs.values()]
     if tied and adapter.tied_output and TOKEN_EMBD in adapter.pairs:
