@@ -26,7 +26,7 @@ from loragraph.errors import (
 from loragraph.ggml.handles import CpuBackend, GraphAllocator
 from loragraph.graph.inputs import Inputs
 from loragraph.graph.kv_cache import KvCache
-from loragraph.graph.lowrank import branch, resident
+from loragraph.graph.lowrank import branch, resident, stacks
 from tests.numerics.runs import LOWERINGS, LoweringName, open_context, random_tokens, run
 from tests.tiny import TinyAdapter, TinyLlama
 
@@ -233,7 +233,7 @@ def test_a_failed_attach_leaves_the_old_set(
 
     with open_context(model, lowering=lowering) as context:
         expected = run(context, TOKENS, {first: 1.0})
-        module = branch if lowering == "branch" else resident
+        module = {"branch": branch, "routed": resident, "stacked": stacks}[lowering]
         with monkeypatch.context() as patch:
             patch.setattr(module, "target_pairs", fail)
             for wanted in ({second: 1.0}, {first: 0.5, second: 1.0}):
@@ -344,7 +344,7 @@ def test_truncate_keeps_what_there_is(n: int, model: Model) -> None:
 
 
 WRONG_OPTIONS: dict[str, dict[str, Any]] = {
-    "lowering": {"lowering": "stacked"},
+    "lowering": {"lowering": "dense"},
     "kv_type": {"kv_type": "q4_0"},
     "attention": {"attention": "paged"},
     "n_ctx": {"n_ctx": 0},

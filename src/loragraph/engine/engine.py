@@ -38,6 +38,7 @@ from loragraph.engine.table import AdapterRow, EngineStats, adapter_rows
 from loragraph.engine.thread import EngineThread
 from loragraph.errors import LifecycleError, LoragraphError
 from loragraph.graph.lowrank.routed import RoutedLowering
+from loragraph.graph.lowrank.stacked import StackedLowering
 
 MAX_CELLS = 1 << 24
 MAX_SLOTS = 4096
@@ -75,7 +76,7 @@ class Engine:
         A model given as a path is loaded and closed with the engine. Raises what is wrong with the
         model or an adapter's header.
         """
-        choice(lowering, "lowering", ("routed",))  # the others have one set of adapters a batch
+        choice(lowering, "lowering", ("routed", "stacked"))  # branch: one set of adapters a batch
         choice(kv_type, "kv_type", tuple(KV_TYPES))
         choice(attention, "attention", ATTENTIONS)
         n_cells = integer(n_ctx, "n_ctx", 1, MAX_CELLS)
@@ -105,7 +106,7 @@ class Engine:
                     n_threads,
                     n_slots,
                 )
-            assert isinstance(made, RoutedLowering)
+            assert isinstance(made, RoutedLowering | StackedLowering)
             self._lowering = made
             self._loader = AdapterLoader(self.model, self._on_load)
             self.registry = Registry(self._loader.read_header, adapter_dir)

@@ -136,9 +136,7 @@ class StackedLowering:
         widest = max(len(batch.mixes[i]) for i in set(batch.mix.tolist()))
         return 1 << (widest - 1).bit_length()
 
-    def _places(
-        self, batch: Batch, width: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def _places(self, batch: Batch, width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Slots and scales (n_mixes, width) of the mixes that some token carries."""
         slots = np.zeros((len(batch.mixes), width), np.int32)
         scales = np.zeros((len(batch.mixes), width), np.float32)
@@ -148,9 +146,7 @@ class StackedLowering:
                 scales[index, place] = scale
         return slots, scales
 
-    def _table_rows(
-        self, slots: NDArray[np.int32], tokens: NDArray[np.int32]
-    ) -> NDArray[np.int64]:
+    def _table_rows(self, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
         """Rows of the token table's A (n_tokens, width), 0 (zeros) where a slot has no pair."""
         places = np.full(self._resident.stacks.n_slots, -1, np.int64)
         for slot, place in self._resident.tables.items():

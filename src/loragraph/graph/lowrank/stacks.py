@@ -17,7 +17,7 @@ from loragraph.adapters.values import dequantised
 from loragraph.errors import CapacityError
 from loragraph.ggml.handles import F16, F32, Buffer, Tensor, TensorContext, array_view
 from loragraph.ggml.lib import Library
-from loragraph.graph.lowrank.targets import TargetPair, merged_pairs
+from loragraph.graph.lowrank.targets import TargetPair, target_pairs
 from loragraph.model.weights import Use, Weight
 
 _RANK_QUANTUM = 8
@@ -72,9 +72,7 @@ class Stacks:
         self._ctx = TensorContext(lib, max(1, 2 * len(shapes)))
         self._buffer: Buffer | None = None
         try:
-            tensors = {
-                name: self._tensors(weights[name], shape) for name, shape in shapes.items()
-            }
+            tensors = {name: self._tensors(weights[name], shape) for name, shape in shapes.items()}
             if tensors:
                 self._buffer = Buffer.for_tensors(self._ctx)
                 lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
@@ -104,6 +102,7 @@ class Stacks:
                 continue
             b = dequantised(pair.b.type, pair.b.data, pair.b.ne)
             stack.b_values[slot, :, : pair.rank] = b * np.float32(pair.scale)
+            a: NDArray[np.float16 | np.float32]
             if stack.a.type == F16:
                 a = pair.a.data.view(np.float16).reshape(pair.a.ne[1], pair.a.ne[0])
             else:
@@ -163,12 +162,10 @@ class StackedSlots:
         """Makes exactly these adapters resident; the rest leave their slots. All or nothing."""
         wanted = dict.fromkeys(adapters)
         if len(wanted) > self._limit:
-            raise CapacityError(f"expected at most {self._limit} adapters at once, got {len(wanted)}")
-        pairs = {
-            one: self._pairs.get(one) or merged_pairs(one, tied=self._tied) for one in wanted
-        }
-        for one in wanted:
-            self._check_types(pairs[one])
+            raise CapacityError(
+                f"expected at most {self._limit} adapters at once, got {len(wanted)}"
+            )
+        pairs = {one: self._pairs_of(one) for one in wanted}
         shapes = self._shapes_for(pairs.values())
         n_slots = self.stacks.n_slots
         while n_slots < 1 + len(wanted):
@@ -186,16 +183,20 @@ class StackedSlots:
         self._pairs = {}
         self.stacks.close()
 
+    def _pairs_of(self, adapter: Adapter) -> Pairs:
+        found = self._pairs.get(adapter)
+        if found is not None:
+            return found
+        pairs = target_pairs(adapter, tied=self._tied)
+        return {pair.target: pair for pair in pairs if pair.target in self._weights}
+
     def _shapes_for(self, resident: Iterable[Pairs]) -> dict[str, StackShape]:
         """The present shapes, widened for these adapters."""
         shapes = dict(self.stacks.shapes)
         n_tables: dict[str, int] = {}
         for pairs in resident:
             for name, pair in pairs.items():
-                weight = self._weights.get(name)
-                if weight is None:
-                    continue
-                if weight.use is Use.LOOKUP:
+                if self._weights[name].use is Use.LOOKUP:
                     n_tables[name] = n_tables.get(name, 0) + 1
                 rank = -(-pair.rank // _RANK_QUANTUM) * _RANK_QUANTUM
                 type_a = F16 if pair.a.type == F16 else F32
@@ -242,12 +243,15 @@ def _arranged(
     """Slots (from 1 on) and places in the token table's A, kept where there is one already."""
     new_slots = {one: slot for one, slot in slots.items() if one in pairs}
     new_tables = {slot: tables[slot] for slot in new_slots.values() if slot in tables}
-    free = (i for i in range(1, 1 + len(slots) + len(pairs)) if i not in slots_taken)
-    slots_taken = set(new_slots.values())
     for adapter in pairs:
         if adapter not in new_slots:
-            slot = new_slots[adapter] = next(free)
+            slot = new_slots[adapter] = 1 + _first_free(slot - 1 for slot in new_slots.values())
             if table_names & pairs[adapter].keys():
-                taken = set(new_tables.values())
-                new_tables[slot] = next(i for i in range(len(taken) + 1) if i not in taken)
+                new_tables[slot] = _first_free(new_tables.values())
     return new_slots, new_tables
+
+
+def _first_free(taken: Iterable[int]) -> int:
+    """The lowest number from 0 on that is not taken."""
+    numbers = set(taken)
+    return next(i for i in range(len(numbers) + 1) if i not in numbers)
