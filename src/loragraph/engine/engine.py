@@ -34,6 +34,7 @@ from loragraph.engine.registry import Generation, Registry
 from loragraph.engine.request import Event, Outcome, Request, Result, Score
 from loragraph.engine.residency import Residency
 from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.session import load_cells, save_cells
 from loragraph.engine.table import AdapterRow, EngineStats, adapter_rows
 from loragraph.engine.thread import EngineThread
 from loragraph.errors import LifecycleError, LoragraphError
@@ -294,6 +295,26 @@ class Engine:
                 replace(self._runner.counters),
             )
         )
+
+    def save_session(self, path: str | os.PathLike[str]) -> int:
+        """Saves what the prefix tree holds to a file; how many tokens. No step runs meanwhile.
+
+        ConfigError where it cannot be written; an older file of that name is then as it was.
+        """
+        self._check_open()
+        model, scheduler = self.model.fingerprint, self._core.scheduler
+        return self._thread.call(lambda: save_cells(path, scheduler, self._runner, model))
+
+    def load_session(self, path: str | os.PathLike[str]) -> int:
+        """Takes saved cells into the prefix tree, as many as are free; how many.
+
+        Requests hit them as if computed here. FormatError for a file that is damaged, or of another
+        model, kv_type or layout of cells.
+        """
+        self._check_open()
+        model, scheduler = self.model.fingerprint, self._core.scheduler
+        n_vocab = self.model.hparams.n_vocab
+        return self._thread.call(lambda: load_cells(path, scheduler, self._runner, model, n_vocab))
 
     # -- life -------------------------------------------------------------------------------------
 
