@@ -1,5 +1,10 @@
-"""Compiles the native kernels (src/loragraph/kernels); all else stands in pyproject.toml."""
+"""Compiles the native kernels and ggml's declarations; all else stands in pyproject.toml."""
 
 from setuptools import setup
 
-setup(cffi_modules=["src/loragraph/kernels/build.py:ffibuilder"])
+setup(
+    cffi_modules=[
+        "src/loragraph/kernels/build.py:ffibuilder",
+        "src/loragraph/ggml/build.py:ffibuilder",
+    ]
+)

@@ -44,11 +44,12 @@ def requests_of(
 ) -> list[loragraph.Request]:
     """`n` requests with random prompts; greedy, and no end before the last token."""
     params = loragraph.SamplingParams(temperature=0, max_tokens=N_TOKENS, ignore_eos=True)
-    adapters = {
-        "none": lambda i: {},
-        "one": lambda i: {"a0": 1.0},
-        "each": lambda i: {f"a{i}": 1.0},
-    }[mode]
+
+    def adapters(i: int) -> dict[str, float]:
+        if mode == "none":
+            return {}
+        return {"a0": 1.0} if mode == "one" else {f"a{i}": 1.0}
+
     return [
         loragraph.Request(rng.integers(100, 40_000, n_prompt).tolist(), adapters(i), params)
         for i in range(n)
@@ -56,9 +57,15 @@ def requests_of(
 
 
 def speeds(
-    engine: Engine, counts: Sequence[int], n_prompt: int, n_rounds: int, type_: str
+    engine: Engine,
+    counts: Sequence[int],
+    n_prompt: int,
+    n_rounds: int,
+    type_: str,
+    report: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Cell]:
-    """All modes and counts, interleaved."""
+    """All modes and counts, interleaved; each count's figures are reported when they are there."""
     rng = np.random.default_rng(0)
     cells = []
     for n in counts:
@@ -67,13 +74,14 @@ def speeds(
             for k in range(len(MODES)):
                 mode = MODES[(i + k) % len(MODES)]
                 requests = requests_of(mode, n, n_prompt, rng)
-                start = time.perf_counter()
+                start = clock()
                 results = engine.generate_batch(requests)
-                seconds = time.perf_counter() - start
+                seconds = clock() - start
                 if i:
                     found[mode].append(sum(len(one.tokens) for one in results) / seconds)
         for mode, own in found.items():
             cells.append(Cell(type_, mode, n, statistics.median(own), min(own), max(own)))
+            report(f"{type_} {n} {mode}: {[round(one) for one in own]} tokens/s")
     return cells
 
 
@@ -117,6 +125,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu counts CPU time: for --threads 1 on a machine that does other work too",
+    )
     parser.add_argument("--n-ctx", type=int, default=8192)
     parser.add_argument("--attention", default="cells", choices=("cells", "flash"))
     parser.add_argument("--register", type=int, default=1000, help="names to register; 0: none")
@@ -128,6 +142,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
     """All cells; each base's are reported when they are there."""
+    clock = time.process_time if args.clock == "cpu" else time.perf_counter
     counts = [int(n) for n in args.counts.split(",")]
     source = args.base or models.base_path()
     paths = [models.random_adapter(source, args.cache, seed=i) for i in range(max(counts))]
@@ -142,7 +157,7 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
             n_threads=args.threads,
             attention=args.attention,
         ) as engine:
-            own = speeds(engine, counts, args.prompt, args.rounds, type_)
+            own = speeds(engine, counts, args.prompt, args.rounds, type_, report, clock)
             report(markdown(own))
             if args.register:
                 report(f"registering: {registration_ms(engine, paths[0], args.register):.2f} ms")

@@ -123,6 +123,7 @@ files += sorted(
     # The binding's other Python files need no compiler, and _kernels.c is what the build writes.
     if path.name == "build.py" or path.suffix in {".c", ".h"} and path.name != "_kernels.c"
 )
+files += [root / "src/loragraph/ggml" / name for name in ("build.py", "declarations.py")]
 digest = hashlib.sha256(f"{sys.version}\0{root}\0".encode())
 for path in files:
     content = path.read_bytes()

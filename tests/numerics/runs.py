@@ -28,7 +28,7 @@ class Mode(NamedTuple):
     """How K and V are stored and read, in loragraph's terms."""
 
     kv_type: Literal["f32", "f16"]
-    attention: Literal["plain", "flash"]
+    attention: Literal["plain", "flash", "cells"]
 
 
 EXACT = Mode("f32", "plain")

@@ -22,12 +22,14 @@ class KvType(StrEnum):
 
     F16 = "f16"
     F32 = "f32"
+    Q8_0 = "q8_0"
 
 
 class AttentionKind(StrEnum):
     """How K and V are read."""
 
     FLASH = "flash"
+    CELLS = "cells"
     PLAIN = "plain"
 
 
@@ -147,10 +149,16 @@ BatchSize = Annotated[
 Threads = Annotated[
     int | None, _option(_MODEL, "-t", "--threads", text="Default: the CPUs at hand.")
 ]
-Kv = Annotated[KvType, _option(_MODEL, "--kv-type", text="Type of the KV cells.")]
+Kv = Annotated[
+    KvType, _option(_MODEL, "--kv-type", text="Type of the KV cells; q8_0 only with cells.")
+]
 Attention = Annotated[
     AttentionKind,
-    _option(_MODEL, "--attention", text="Fused, or with separate matmuls and softmax."),
+    _option(
+        _MODEL,
+        "--attention",
+        text="Fused, over lists of cells, or with separate matmuls and softmax.",
+    ),
 ]
 Repack = Annotated[
     bool,

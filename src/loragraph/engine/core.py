@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,11 +55,15 @@ class CoreStats:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """A load for no request. `pin`: it stays until `unpin`; `done` gets the error, or None."""
+    """A load for no request. `pin`: it stays until `unpin` or `drop`; `outcome`: error or None."""
 
     generation: Generation
-    done: Callable[[LoragraphError | None], None]
     pin: bool = False
+    outcome: Future[LoragraphError | None] = field(default_factory=Future)
+
+    def done(self, error: LoragraphError | None) -> None:
+        """The load ended."""
+        self.outcome.set_result(error)
 
 
 class EngineCore:
@@ -180,14 +185,18 @@ class EngineCore:
 
     def unpin(self, generation: Generation) -> None:
         """Takes the pins of a generation back; it may be dropped once nobody uses it."""
-        for hold in [one for one in self._pins if one.generation is generation]:
-            del self._pins[hold]
+        self.drop([one for one in self._pins if one.generation is generation])
+
+    def drop(self, holds: Iterable[Hold]) -> None:
+        """Takes pins back."""
+        for hold in holds:
+            self._pins.pop(hold, None)
             self.residency.pool.release(hold)
 
     def retire(self, generation: Generation) -> None:
         """The generation's name means something else now: it goes once nobody uses it."""
         self.unpin(generation)
-        self.residency.pool.retire(generation)
+        self.residency.retire(generation)
 
     def close(self, error: LoragraphError) -> None:
         """Ends every job, and every job to come, with an error."""

@@ -7,12 +7,13 @@ import os
 import queue
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.combine import combine
+from loragraph.adapters.mix import Mix
 from loragraph.engine.assembly import (
     ATTENTIONS,
     KV_TYPES,
@@ -257,6 +258,29 @@ class Engine:
                 raise
         return new
 
+    def combine(self, name: str, scales: Mapping[str, float]) -> Generation:
+        """Freezes a mix of adapters into one, in memory, under a name of its own.
+
+        Exact, for any ranks and types; see `loragraph.adapters.combine`. Its parts are loaded for
+        it. It is kept until the name is unloaded.
+        """
+        self._check_open()
+        wanted = self._jobs.resolve(scales)
+        holds = [Hold(generation, pin=True) for generation in wanted]
+        try:
+            for hold in holds:
+                self._wait_for(hold)
+            resident = self._thread.call(lambda: dict(self._core.residency.adapters))
+            adapter = combine(
+                Mix({resident[generation]: scale for generation, scale in wanted.items()})
+            )
+        finally:
+            self._thread.post(lambda: self._core.drop(holds))
+        self.model.adopt_adapter(adapter)
+        new = self.load_adapter(name, adapter)
+        new.owned = True
+        return new
+
     def unload_adapter(self, name: str) -> None:
         """The name means nothing at once; the memory goes when the last request is done."""
         self._check_open()
@@ -426,10 +450,11 @@ class Engine:
             return  # closed: every job has ended
 
     def _hold(self, generation: Generation, *, pin: bool) -> None:
-        future: Future[LoragraphError | None] = Future()
-        hold = Hold(generation, future.set_result, pin)
+        self._wait_for(Hold(generation, pin))
+
+    def _wait_for(self, hold: Hold) -> None:
         self._thread.post(lambda: self._core.hold(hold))
-        error = future.result()
+        error = hold.outcome.result()
         if error is not None:
             raise error
 

@@ -37,7 +37,7 @@ class JobMaker:
         score_from: int | None = None,
     ) -> Job:
         """Checks a request and makes it ready, on the caller's thread."""
-        scales = self._resolve(request.adapters)
+        scales = self.resolve(request.adapters)
         n = integer_field(request.n, "n", 1, MAX_CHOICES)
         if not isinstance(request.cache_salt, str):
             raise InvalidRequestError("cache_salt: expected a text", param="cache_salt")
@@ -84,7 +84,8 @@ class JobMaker:
             )
         return tokens
 
-    def _resolve(self, adapters: Mapping[str, float] | None) -> dict[Generation, float]:
+    def resolve(self, adapters: Mapping[str, float] | None) -> dict[Generation, float]:
+        """Generations and scales of names, without those at scale 0."""
         scales: dict[Generation, float] = {}
         if adapters is not None and not isinstance(adapters, Mapping):
             raise InvalidRequestError(

@@ -210,6 +210,10 @@ class Model:
             adapter = read_adapter(
                 self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
             )
+        return self.adopt_adapter(adapter)
+
+    def adopt_adapter(self, adapter: Adapter) -> Adapter:
+        """Registers an adapter that was made in memory for this base; closed with the model."""
         adapter.on_close(self._forget)
         with self._lock:
             if not self._closed:

@@ -50,7 +50,8 @@ class Generation:
     number: int
     path: Path | None  # None: made in memory
     header: AdapterHeader
-    adapter: Adapter | None = None  # given by the caller, who keeps it
+    adapter: Adapter | None = None  # given by the caller, who keeps it unless `owned`
+    owned: bool = False  # the adapter in memory goes with the generation
     digest: str | None = None  # known from the first load on
     retired: bool = False  # the name means something else, or nothing
 

@@ -69,8 +69,16 @@ class Residency:
         dropped, self._dropped = self._dropped, []
         for generation, adapter in dropped:
             adapter.detach(_USER)
-            if adapter is not generation.adapter:  # else the caller's
+            if adapter is not generation.adapter or (generation.owned and generation.retired):
                 adapter.close()
+
+    def retire(self, generation: Generation) -> None:
+        """See Pool.retire."""
+        self.pool.retire(generation)
+        adapter = generation.adapter
+        if adapter is not None and generation.owned and self.pool.state(generation) is State.ABSENT:
+            self.sync()
+            adapter.close()
 
     def acquire(
         self, ticket: Hashable, generations: Iterable[Generation], *, pin: bool = False
@@ -81,6 +89,9 @@ class Residency:
         """
         wanted = {generation: generation.header.nbytes for generation in generations}
         grant = self.pool.acquire(ticket, wanted, pin=pin)
+        for generation in wanted:
+            if generation.retired:  # its last users: it goes with them
+                self.pool.retire(generation)
         while self.pool.to_load:
             generation = self.pool.to_load.popleft()
             if generation.adapter is None:

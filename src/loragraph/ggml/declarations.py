@@ -1,5 +1,7 @@
 """C declarations of the ggml and libllama functions that loragraph calls, for cffi's ABI mode.
 
+`build` compiles them at installation into `_declarations`, so nothing is parsed at run time.
+
 Checked against the headers of ggml 0.25 and 0.26 (llama-cpp-python 0.3.36); `lib.SUPPORTED_GGML`
 names the range. Only what is called is declared. Enums are plain ints here: their numbers that
 matter are fixed by the GGUF format (types) or listed in `lib` (statuses, log levels).
@@ -305,4 +307,8 @@ struct llama_sampler *llama_sampler_init_penalties(int32_t n_vocab, int32_t pena
                                                    float penalty_present);
 struct llama_sampler *llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias,
                                                     const llama_logit_bias *logit_bias);
+"""
+
+LIBC = """
+int madvise(void *address, size_t length, int advice);
 """

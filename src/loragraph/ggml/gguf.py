@@ -11,17 +11,16 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from _cffi_backend import string as _c_string  # ffi.string without its Python wrapper
 from numpy.typing import NDArray
 
 from loragraph.errors import GGUFError, LifecycleError
 from loragraph.ggml.lib import Library
+from loragraph.kernels.strings import PackedStrings
 
 Scalar = int | float | bool | str
 T = TypeVar("T", str, bool, int, float)
@@ -167,22 +166,16 @@ class GGUFFile:
         data = self._lib.c.gguf_get_arr_data(self._open, key_id)
         return np.frombuffer(self._lib.ffi.buffer(data, n * dtype.itemsize), dtype).copy()
 
-    def strings(self, key: str) -> list[str]:
-        """The array of strings under `key`."""
-        key_id = self._array(key)
-        if self._lib.c.gguf_get_arr_type(self._open, key_id) != _STRING:
-            raise self._error(f"expected an array of strings, got {self.type_of(key)}", key)
-        get, ctx = self._lib.c.gguf_get_arr_str, self._open
-        return [self._lib.text(get(ctx, key_id, i)) for i in range(self.array_length(key))]
-
-    def raw_strings(self, key: str) -> list[bytes]:
+    def strings(self, key: str) -> PackedStrings:
         """The array of strings under `key` as bytes, each cut at its first NUL as C sees it."""
         key_id = self._array(key)
         if self._lib.c.gguf_get_arr_type(self._open, key_id) != _STRING:
             raise self._error(f"expected an array of strings, got {self.type_of(key)}", key)
-        n = self.array_length(key)
-        pointers = map(self._lib.c.gguf_get_arr_str, repeat(self._open), repeat(key_id), range(n))
-        return list(map(_c_string, pointers))
+        getter = self._lib.ffi.addressof(self._lib.c, "gguf_get_arr_str")
+        address = self._lib.address
+        return PackedStrings.read(
+            address(getter), address(self._open), key_id, self.array_length(key)
+        )
 
     def scalars(self) -> dict[str, Scalar]:
         """All values that are no arrays, by key."""

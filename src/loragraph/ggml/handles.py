@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from cffi import FFI
 from numpy.typing import NDArray
 
 from loragraph.errors import BackendError, LifecycleError
-from loragraph.ggml.lib import GGML_STATUS, Library
+from loragraph.ggml.lib import GGML_STATUS, Library, ffi
 from loragraph.ggml.pages import prefer_huge_pages
 
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
@@ -25,7 +26,6 @@ STORAGE_ONLY = frozenset((9, 15, *range(24, 29)))
 _N_TYPES = 43  # GGML_TYPE_COUNT: ggml looks numbers up in a table without a check
 _MAX_BYTES = 1 << 48
 _USAGE_WEIGHTS = 1
-_FFI = FFI()  # casts pointers of any instance to numbers
 _NUMPY = {F32: np.float32, F16: np.float16, I32: np.int32, I64: np.int64}
 
 
@@ -127,6 +127,8 @@ class TensorContext(Handle):
 class Buffer(Handle):
     """A backend buffer: memory that tensors live in."""
 
+    _memory: mmap.mmap | None = None  # unmapped with the last reference to it
+
     @classmethod
     def allocate(cls, lib: Library, nbytes: int, buft: Any = None, *, clear: bool = True) -> Buffer:
         """`nbytes` of host memory, or of the buffer type `buft`; zeroed unless told otherwise."""
@@ -150,6 +152,17 @@ class Buffer(Handle):
             raise BackendError("mapped memory must be aligned to 64 bytes")
         ptr = lib.ffi.cast("void *", address)
         return cls(lib, lib.c.ggml_backend_cpu_buffer_from_ptr(ptr, nbytes), "mapped buffer")
+
+    @classmethod
+    def zeroed(cls, lib: Library, nbytes: int) -> Buffer:
+        """`nbytes` of zeros, page aligned, that cost neither time nor memory until touched."""
+        memory = _zero_pages(nbytes)
+        view = np.frombuffer(memory, np.uint8)
+        address = int(view.ctypes.data)
+        del view  # a live view would keep the pages
+        buffer = cls.mapped(lib, address, len(memory))
+        buffer._memory = memory
+        return buffer
 
     @property
     def base(self) -> int:
@@ -183,6 +196,7 @@ class Buffer(Handle):
 
     def _free(self, ptr: Any) -> None:
         self.lib.c.ggml_backend_buffer_free(ptr)
+        self._memory = None
 
 
 class CpuBackend(Handle):
@@ -250,6 +264,15 @@ def _new_allocator(lib: Library) -> Any:
     return lib.c.ggml_gallocr_new(lib.c.ggml_backend_cpu_buffer_type())
 
 
+def _zero_pages(nbytes: int) -> mmap.mmap:
+    try:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, max(nbytes, 1))
+        return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as exc:
+        raise BackendError(f"no memory for a buffer of {nbytes} bytes") from exc
+
+
 def _aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory, (nbytes,) u8, at a multiple of 64 bytes."""
     try:
@@ -262,7 +285,7 @@ def _aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
 
 def data_address(tensor: Tensor) -> int:
     """Address of a tensor's first value; BackendError while it has no memory."""
-    address = int(_FFI.cast("uintptr_t", tensor.ptr.data))
+    address = int(ffi.cast("uintptr_t", tensor.ptr.data))
     if address == 0:
         raise BackendError(f"{tensor!r} has no memory")
     return address

@@ -15,15 +15,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cffi import FFI
-
 from loragraph.errors import BackendError
-from loragraph.ggml.declarations import GGML, LLAMA
+
+try:
+    from loragraph.ggml._declarations import ffi as _compiled
+except ImportError as exc:
+    raise BackendError(
+        f"expected the generated module loragraph.ggml._declarations, got: {exc}",
+        hint="reinstall loragraph",
+    ) from exc
 
 SUPPORTED_GGML = ("0.25", "0.26")
 """Versions of ggml (major.minor) whose headers were compared with `declarations`."""
 
 GGML_STATUS = {-2: "allocation failed", -1: "failed", 0: "success", 1: "aborted"}
+
+ffi: Any = _compiled
 
 _log = logging.getLogger("loragraph.ggml")
 _LOG_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
@@ -41,8 +48,7 @@ class Library:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ffi: Any = FFI()
-        self.ffi.cdef(GGML + LLAMA)
+        self.ffi: Any = ffi
         try:
             # libggml first, as llama_cpp itself does: libllama's own dependency is then resolved
             # by its SONAME to this very object, whichever of the two packages is imported first.
@@ -138,7 +144,7 @@ def load_library(folder: Path | None = None) -> Library:
 
 @functools.cache
 def _opened(folder: Path) -> Library:
-    """One object however the folder was named: the declarations take a tenth of a second."""
+    """One object however the folder was named."""
     return Library(folder)
 
 

@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import Any
 
-from cffi import FFI
+from loragraph.ggml.lib import ffi
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14  # linux/mman.h
@@ -25,12 +25,9 @@ def prefer_huge_pages(address: int, nbytes: int) -> bool:
     length = (address + nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if length <= 0 or not sys.platform.startswith("linux"):
         return False
-    ffi, libc = _libc()
-    return bool(libc.madvise(ffi.cast("void *", start), length, _MADV_HUGEPAGE) == 0)
+    return bool(_libc().madvise(ffi.cast("void *", start), length, _MADV_HUGEPAGE) == 0)
 
 
 @functools.cache
-def _libc() -> tuple[Any, Any]:
-    ffi: Any = FFI()
-    ffi.cdef("int madvise(void *address, size_t length, int advice);")
-    return ffi, ffi.dlopen(None)
+def _libc() -> Any:
+    return ffi.dlopen(None)

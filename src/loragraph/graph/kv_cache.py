@@ -12,6 +12,8 @@ from loragraph.ggml.handles import Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.hparams import HParams
 
+_ALIGNMENT = 64  # of each tensor's cells
+
 
 @dataclass(frozen=True, slots=True)
 class CellFormat:
@@ -44,13 +46,17 @@ class KvCache:
             v_ne = (n_cells, width) if v_transposed else (width, n_cells)
             self.k.append(self._ctx.new_tensor(type_, (width, n_cells), f"cache_k_l{il}"))
             self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
+        tensors = (*self.k, *self.v)
         try:
-            self._buffer = Buffer.for_tensors(self._ctx)
+            # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
+            self._buffer = Buffer.zeroed(lib, sum(map(self._room, tensors)))
         except BaseException:
             self._ctx.close()
             raise
-        # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
-        lib.c.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+        offset = 0
+        for tensor in tensors:
+            self._buffer.place(tensor, offset)
+            offset += self._room(tensor)
 
     def clear_from(self, first: int) -> None:
         """Zeroes the cells [first, n_cells) of every layer."""
@@ -100,6 +106,11 @@ class KvCache:
         """Bytes of `n_cells` cells of a ggml type."""
         widths = (hparams.n_embd_kv(il) for il in range(hparams.n_layer))
         return sum(2 * n_cells * int(lib.c.ggml_row_size(type_, width)) for width in widths)
+
+    def _room(self, tensor: Tensor) -> int:
+        """Bytes of a tensor, rounded up so that the next one is aligned."""
+        n_bytes = int(self._lib.c.ggml_nbytes(tensor.ptr))
+        return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def nbytes(self) -> int:

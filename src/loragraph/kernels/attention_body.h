@@ -41,10 +41,9 @@ static void start_tile(attention_tile *t) {
 /* Addresses of a block's rows of K and V; absent cells repeat the first. */
 typedef struct { const char *k[CELLS], *v[CELLS]; } block_rows;
 
-static void find_rows(const attention_tile *t, int first, block_rows *rows) {
-    const attention_node *node = t->node;
-    const int32_t *cells = node->step->cells + t->unit->first_cell + first;
-    const int n = min_int(t->unit->n_cells - first, CELLS);
+static void find_rows(const attention_node *node, const attention_unit *unit, int first, block_rows *rows) {
+    const int32_t *cells = node->step->cells + unit->first_cell + first;
+    const int n = min_int(unit->n_cells - first, CELLS);
     for (int c = 0; c < CELLS; c++) {
         const int64_t cell = cells[c < n ? c : 0];
         rows->k[c] = (const char *)node->k + cell * node->k_stride;
@@ -128,8 +127,10 @@ static void attend_head(const attention_tile *t, const block_rows *rows, const b
 
 /* All heads of a block before the next: they lie beside each other in memory. */
 static void attend_blocks(const attention_tile *t) {
+    const attention_step *step = t->node->step;
+    const int is_last = t->unit == &step->units[step->n_units - 1];
     block_rows rows[2];
-    find_rows(t, 0, &rows[0]);
+    find_rows(t->node, t->unit, 0, &rows[0]);
     for (int first = 0, parity = 0; first < t->unit->n_cells; first += CELLS, parity ^= 1) {
         const int n = min_int(t->unit->n_cells - first, CELLS), more = first + CELLS < t->unit->n_cells;
         int begin = t->n_rows, end = 0;
@@ -142,10 +143,12 @@ static void attend_blocks(const attention_tile *t) {
             }
         }
         if (more)
-            find_rows(t, first + CELLS, &rows[parity ^ 1]);
+            find_rows(t->node, t->unit, first + CELLS, &rows[parity ^ 1]);
+        else if (!is_last)
+            find_rows(t->node, t->unit + 1, 0, &rows[parity ^ 1]); /* most often this thread's next block */
         if (begin < end)
             for (int head = t->head; head < t->head_end; head++)
-                attend_head(t, &rows[parity], more ? &rows[parity ^ 1] : NULL, head, first, n, begin, end);
+                attend_head(t, &rows[parity], more || !is_last ? &rows[parity ^ 1] : NULL, head, first, n, begin, end);
     }
 }
 

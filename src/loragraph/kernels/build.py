@@ -21,8 +21,9 @@ SOURCES = (
     "attention_avx2.c",
     "attention_avx512.c",
     "attention_neon.c",
+    "strings.c",
 )
-HEADERS = ("lowrank.h", "attention.h")
+HEADERS = ("lowrank.h", "attention.h", "strings.h")
 
 
 def declarations(header: Path) -> str:

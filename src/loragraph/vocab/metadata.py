@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.lib import Library
+from loragraph.kernels.strings import PackedStrings
 from loragraph.vocab.pretokenizers import REFUSED
 
 SUPPORTED_MODELS = ("llama", "gpt2", "gemma4")
@@ -56,8 +56,8 @@ class VocabMetadata:
     name: str
     model: str
     pre: str
-    tokens: list[bytes]
-    merges: list[bytes]
+    tokens: PackedStrings
+    merges: PackedStrings
     scores: NDArray[np.float32] | None  # (n_tokens,)
     token_types: NDArray[np.int32] | None  # (n_tokens,)
     suppress_tokens: NDArray[np.int32] | None  # (n,)
@@ -81,13 +81,14 @@ class VocabMetadata:
                 f"{file.path}: {_PREFIX}pre: {pre!r} is not implemented", what="tokenizer"
             )
         tokens = _tokens(file)
+        texts = _distinct(file, tokens)
         metadata = cls(
             architecture=_short_string(file, "general.architecture"),
             name=_short_string(file, "general.name", ""),
             model=model,
             pre=pre,
             tokens=tokens,
-            merges=_merges(file) if model != "llama" else [],
+            merges=_merges(file) if model != "llama" else PackedStrings.of([]),
             scores=_scores(file, len(tokens)),
             token_types=_token_types(file, len(tokens)),
             suppress_tokens=_suppress_tokens(file),
@@ -96,7 +97,7 @@ class VocabMetadata:
             chat_templates=_chat_templates(file),
         )
         if model == "llama":
-            _check_byte_tokens(file, tokens)
+            _check_byte_tokens(file, texts)
         return metadata
 
     def to_gguf(self, lib: Library) -> Any:
@@ -146,12 +147,15 @@ def _checked_length(file: GGUFFile, key: str, low: int, high: int) -> int:
     return n
 
 
-def _tokens(file: GGUFFile) -> list[bytes]:
+def _tokens(file: GGUFFile) -> PackedStrings:
     key = _PREFIX + "tokens"
     _checked_length(file, key, 1, MAX_TOKENS)
-    # libllama gives an empty token this name, before it requires all tokens to differ
-    tokens = [text or b"[EMPTY_%d]" % index for index, text in enumerate(file.raw_strings(key))]
-    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    tokens = file.strings(key)
+    if not tokens.lengths.all():
+        # libllama gives an empty token this name, before it requires all tokens to differ
+        texts = enumerate(tokens.to_list())
+        tokens = PackedStrings.of([text or b"[EMPTY_%d]" % index for index, text in texts])
+    lengths = tokens.lengths
     if lengths.max() > MAX_TOKEN_BYTES:
         index = int(lengths.argmax())
         raise _error(
@@ -161,24 +165,34 @@ def _tokens(file: GGUFFile) -> list[bytes]:
         )
     if int((lengths**2).sum()) > _MAX_SQUARED_BYTES:
         raise _error(file, key, f"expected texts of tokens, got {int(lengths.sum())} bytes in all")
-    if len(set(tokens)) != len(tokens):
-        text, n = Counter(tokens).most_common(1)[0]
-        first = tokens.index(text)
-        raise _error(
-            file, key, f"expected each token once, got {text[:80]!r} {n} times, first at {first}"
-        )
     return tokens
 
 
-def _merges(file: GGUFFile) -> list[bytes]:
+def _distinct(file: GGUFFile, tokens: PackedStrings) -> set[bytes]:
+    """The tokens as a set, as large as they are many."""
+    texts = tokens.to_list()
+    distinct = set(texts)
+    if len(distinct) != len(texts):
+        text, n = Counter(texts).most_common(1)[0]
+        first = texts.index(text)
+        raise _error(
+            file,
+            _PREFIX + "tokens",
+            f"expected each token once, got {text[:80]!r} {n} times, first at {first}",
+        )
+    return distinct
+
+
+def _merges(file: GGUFFile) -> PackedStrings:
     key = _PREFIX + "merges"
     if key not in file:
         raise _error(file, key, "expected the merges of a BPE tokenizer, got none")
     _checked_length(file, key, 0, MAX_MERGES)
-    merges = file.raw_strings(key)
-    spaces = np.fromiter(map(bytes.find, merges, repeat(b" "), repeat(1)), np.int64, len(merges))
-    lengths = np.fromiter(map(len, merges), np.int64, len(merges))
-    wrong = (spaces < 0) | (lengths > 2 * MAX_TOKEN_BYTES)
+    merges = file.strings(key)
+    spaces = np.append(np.flatnonzero(merges.data == ord(" ")), len(merges.data))
+    starts = merges.starts
+    space = spaces[np.searchsorted(spaces, starts + 1)]  # the first one behind the first byte
+    wrong = (space >= starts + merges.lengths) | (merges.lengths > 2 * MAX_TOKEN_BYTES)
     if wrong.any():
         index = int(wrong.argmax())
         raise _error(
@@ -274,11 +288,10 @@ def _chat_templates(file: GGUFFile) -> dict[str, str]:
     return templates
 
 
-def _check_byte_tokens(file: GGUFFile, tokens: list[bytes]) -> None:
+def _check_byte_tokens(file: GGUFFile, tokens: set[bytes]) -> None:
     """libllama ends the process at a character that has neither a token nor byte tokens."""
-    known = set(tokens)
     for byte in range(256):
-        if b"<0x%02X>" % byte not in known and bytes([byte]) not in known:
+        if b"<0x%02X>" % byte not in tokens and bytes([byte]) not in tokens:
             raise UnsupportedError(
                 f"{file.path}: {_PREFIX}tokens: expected a token for each of the 256 bytes, "
                 f"got none for <0x{byte:02X}>",
@@ -286,12 +299,7 @@ def _check_byte_tokens(file: GGUFFile, tokens: list[bytes]) -> None:
             )
 
 
-def _set_strings(lib: Library, ctx: Any, key: str, strings: list[bytes]) -> None:
-    """One blob and the addresses in it: no Python object per string."""
-    blob = lib.ffi.from_buffer(b"\0".join(strings) + b"\0")
-    lengths = np.fromiter(map(len, strings), np.uint64, len(strings)) + np.uint64(1)
-    addresses = np.zeros(len(strings) + 1, np.uint64)
-    np.cumsum(lengths, out=addresses[1:])
-    addresses += np.uint64(lib.address(blob))
+def _set_strings(lib: Library, ctx: Any, key: str, strings: PackedStrings) -> None:
+    addresses = strings.starts + strings.data.ctypes.data
     pointers = lib.ffi.cast("const char **", lib.ffi.from_buffer(addresses))
     lib.c.gguf_set_arr_str(ctx, key.encode(), pointers, len(strings))

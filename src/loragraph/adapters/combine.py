@@ -1,0 +1,176 @@
+"""Several scaled adapters as one, by rank concatenation: exact for any ranks.
+
+Semantics: sum_i s_i B_i A_i = [s_1 B_1 | s_2 B_2 | ...] [A_1; A_2; ...], so the ranks add up and no
+cross terms come in. The scales s_i (user scale, alpha and rank) go into B; the new adapter has no
+alpha. Lookups: the same with A [rank, n_vocab] and B [rank, n_embd].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.adapters.adapter import ALIGNMENT, Adapter, LoraPair, LoraTensor, allocate_block
+from loragraph.adapters.base import TOKEN_EMBD, Shape
+from loragraph.adapters.mix import Mix
+from loragraph.adapters.report import LoadReport
+from loragraph.errors import InvalidRequestError
+from loragraph.ggml.handles import BF16, F16, F32
+
+_RAW = {F32: np.uint32, F16: np.uint16, BF16: np.uint16}  # types that join value by value
+
+Values = NDArray[np.uint32] | NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    adapter: Adapter
+    scale: float  # the user's
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    type: int
+    ne: Shape
+    data: NDArray[np.uint8]
+
+
+def combine(mix: Mix) -> Adapter:
+    """One adapter, in memory, that does what the mix does.
+
+    A half keeps its type where all have the same one of F32, F16 and BF16, and B only where every
+    scale is 1; else it becomes F32. InvalidRequestError for an empty mix, for adapters with unlike
+    invocation tokens, and for unlike `tied_output`.
+    """
+    parts = [_Part(adapter, scale) for adapter, scale in mix]
+    _check(parts)
+    targets = sorted({target for part in parts for target in part.adapter.pairs})
+    halves = {
+        target: (
+            _joined_a(target, _having(parts, target)),
+            _joined_b(target, _having(parts, target)),
+        )
+        for target in targets
+    }
+    pairs, data = _layout(halves)
+    return Adapter(
+        pairs,
+        data,
+        _report(parts, pairs, data.nbytes),
+        alpha=0.0,
+        invocation_tokens=parts[0].adapter.invocation_tokens,
+        tied_output=any(part.adapter.tied_output for part in parts),
+    )
+
+
+def _check(parts: Sequence[_Part]) -> None:
+    if not parts:
+        raise InvalidRequestError("expected at least one adapter to combine", param="adapters")
+    if len({part.adapter.invocation_tokens for part in parts}) > 1:
+        raise InvalidRequestError(
+            "expected adapters with the same invocation tokens, got unlike ones",
+            param="adapters",
+            hint="each becomes active at a place of its own: leave them apart",
+        )
+    with_table = [part for part in parts if TOKEN_EMBD in part.adapter.pairs]
+    if len({part.adapter.tied_output for part in with_table}) > 1:
+        raise InvalidRequestError(
+            "expected adapters that agree whether the token table's pair changes a tied head",
+            param="adapters",
+            hint="load them with the same tied_output",
+        )
+
+
+def _having(parts: Iterable[_Part], target: str) -> list[_Part]:
+    return [part for part in parts if target in part.adapter.pairs]
+
+
+def _rank_axis(target: str, *, is_b: bool) -> int:
+    """Where the rank stands in a half's array (n_expert, ne1, ne0)."""
+    return 2 if is_b or target == TOKEN_EMBD else 1
+
+
+def _joined_a(target: str, parts: Sequence[_Part]) -> _Half:
+    halves = [(part.adapter, part.adapter.pairs[target].a) for part in parts]
+    axis = _rank_axis(target, is_b=False)
+    if _same_raw_type(tensor for _, tensor in halves):
+        return _half(halves[0][1].type, [_raw(*half) for half in halves], axis)
+    return _half(F32, [_f32(*half, 1.0) for half in halves], axis)
+
+
+def _joined_b(target: str, parts: Sequence[_Part]) -> _Half:
+    halves = [(part.adapter, part.adapter.pairs[target].b) for part in parts]
+    axis = _rank_axis(target, is_b=True)
+    scales = [part.adapter.effective_scale(target, part.scale) for part in parts]
+    if _same_raw_type(tensor for _, tensor in halves) and all(scale == 1 for scale in scales):
+        return _half(halves[0][1].type, [_raw(*half) for half in halves], axis)
+    scaled = zip(halves, scales, strict=True)
+    return _half(F32, [_f32(*half, scale) for half, scale in scaled], axis)
+
+
+def _same_raw_type(tensors: Iterable[LoraTensor]) -> bool:
+    types = {tensor.type for tensor in tensors}
+    return len(types) == 1 and types <= _RAW.keys()
+
+
+def _raw(adapter: Adapter, tensor: LoraTensor) -> Values:
+    """The values as they are, (n_expert, ne1, ne0) of the type's width."""
+    n0, n1, n2, _ = tensor.ne
+    values: Values = adapter.raw(tensor).view(_RAW[tensor.type]).reshape(n2, n1, n0)
+    return values
+
+
+def _f32(adapter: Adapter, tensor: LoraTensor, scale: float) -> Values:
+    """Scaled values as the bits of f32, (n_expert, ne1, ne0) u32."""
+    n0, n1, n2, _ = tensor.ne
+    scaled = adapter.array(tensor).reshape(n2, n1, n0) * np.float32(scale)
+    if not np.isfinite(scaled).all():
+        raise InvalidRequestError(
+            "expected scales whose products with the adapters are finite", param="adapters"
+        )
+    return scaled.view(np.uint32)
+
+
+def _half(type_: int, parts: Sequence[Values], axis: int) -> _Half:
+    joined = np.ascontiguousarray(np.concatenate(parts, axis=axis))
+    n2, n1, n0 = joined.shape
+    return _Half(type_, (n0, n1, n2, 1), joined.reshape(-1).view(np.uint8))
+
+
+def _layout(
+    halves: Mapping[str, tuple[_Half, _Half]],
+) -> tuple[dict[str, LoraPair], NDArray[np.uint8]]:
+    """All halves in one aligned block."""
+    size = sum(
+        -(-half.data.nbytes // ALIGNMENT) * ALIGNMENT for two in halves.values() for half in two
+    )
+    data = allocate_block(size)
+    pairs: dict[str, LoraPair] = {}
+    end = 0
+    for target, two in halves.items():
+        tensors = []
+        for half in two:
+            tensors.append(LoraTensor(half.type, half.ne, end, half.data.nbytes))
+            data[end : end + half.data.nbytes] = half.data
+            end += -(-half.data.nbytes // ALIGNMENT) * ALIGNMENT
+        a, b = tensors
+        pairs[target] = LoraPair(target, a, b, b.ne[0], 1.0)
+    return pairs, data
+
+
+def _report(parts: Sequence[_Part], pairs: Mapping[str, LoraPair], nbytes: int) -> LoadReport:
+    reports = [part.adapter.report for part in parts]
+    largest = max(reports, key=lambda report: report.n_targets)
+    return LoadReport(
+        ranks={target: pair.rank for target, pair in pairs.items()},
+        scales=dict.fromkeys(pairs, 1.0),
+        coverage=largest.coverage,
+        n_tensors=2 * len(pairs),
+        n_params=sum(math.prod(half.ne) for pair in pairs.values() for half in (pair.a, pair.b)),
+        base_params=largest.base_params,
+        nbytes=nbytes,
+    )

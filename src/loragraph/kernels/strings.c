@@ -1,0 +1,17 @@
+#include "strings.h"
+
+#include <string.h>
+
+void loragraph_strings_measure(loragraph_get_string get, const void *ctx, int64_t key_id,
+                               size_t n, int64_t *lengths) {
+    for (size_t i = 0; i < n; i++)
+        lengths[i] = (int64_t)strlen(get(ctx, key_id, i));
+}
+
+void loragraph_strings_pack(loragraph_get_string get, const void *ctx, int64_t key_id, size_t n,
+                            const int64_t *lengths, char *out) {
+    for (size_t i = 0; i < n; i++) {
+        memcpy(out, get(ctx, key_id, i), (size_t)lengths[i] + 1);
+        out += lengths[i] + 1;
+    }
+}
