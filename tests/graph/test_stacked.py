@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
-from loragraph.errors import CapacityError
+from loragraph.errors import CapacityError, UnsupportedError
 from loragraph.ggml.handles import F16, F32
 from loragraph.graph.lowrank.stacked import StackedLowering
 from loragraph.graph.lowrank.stacks import StackedSlots
-from tests.numerics.runs import open_context, random_tokens, run
+from loragraph.model.weights import Use
+from tests.numerics.compare import nmse
+from tests.numerics.runs import MIXING, open_context, random_tokens, run
 from tests.tiny import TinyAdapter, TinyLlama
 
 TOKENS = random_tokens(9)
@@ -171,6 +174,33 @@ def test_stacks_lose_nothing(type_a: int, types: list[str], tmp_path: Path) -> N
                     assert not stack.a_values[slot, rank:].any()
                 assert not stack.a_values[0].any()
                 assert not stack.b_values[0].any()
+
+
+def test_nine_adapters_a_token(setting: Setting) -> None:
+    """Nine adapters of unlike ranks and scales on one token agree with the routed lowering."""
+    extra = [
+        setting.load(f"extra{i}", TinyAdapter(seed=10 + i, rank=1 + 3 * i, output=i == 2))
+        for i in range(5)
+    ]
+    named = [setting.a, setting.b, setting.wide, setting.table, *extra]
+    scales = {adapter: (-1) ** i / (2 + i) for i, adapter in enumerate(named)}
+    results = []
+    for lowering in MIXING:
+        with open_context(setting.model, lowering=lowering) as context:
+            results.append(run(context, TOKENS, scales))
+    assert nmse(results[1], results[0]) <= 2e-12
+
+
+def test_experts_are_refused(setting: Setting) -> None:
+    """An adapter with a pair on experts: UnsupportedError that names the target and a way out."""
+    model = setting.model
+    name = "blk.0.ffn_up.weight"
+    weights = dict(model.weights.by_name)
+    weights[name] = replace(weights[name], use=Use.EXPERTS)
+    lowering = StackedLowering(model.lib, weights, 8, tied=model.base_info.tied)
+    with pytest.raises(UnsupportedError, match=f"{name}.*use lowering='branch'"):
+        lowering.check(Mix({setting.a: 1.0}))
+    lowering.close()
 
 
 def test_too_many_adapters_are_refused(setting: Setting) -> None:

@@ -169,7 +169,7 @@ class StackedSlots:
         shapes = self._shapes_for(pairs.values())
         n_slots = self.stacks.n_slots
         while n_slots < 1 + len(wanted):
-            n_slots *= 2
+            n_slots = min(2 * n_slots, 1 + self._limit)
         if shapes != self.stacks.shapes or n_slots != self.stacks.n_slots:
             self._rebuild(pairs, shapes, n_slots)
         else:
