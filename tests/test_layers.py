@@ -19,11 +19,11 @@ ROOT = "loragraph"
 ORDER = (
     "errors",
     "config",
+    "kernels",  # our own C, which knows nothing of ggml
     "ggml",
     "vocab",
     "model",
     "adapters",
-    "kernels",
     "graph",
     "engine",
     "tools",

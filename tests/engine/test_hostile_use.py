@@ -322,21 +322,23 @@ def test_values_that_overflowed_do_not_stay(model: Model, adapter: Adapter, atte
 
 def test_model_closed_while_another_thread_tokenises(model: Model) -> None:
     """The close is refused as long as libllama reads the vocabulary."""
-    text, inside = "hello world " * 100_000, threading.Event()
+    inside, leave = threading.Event(), threading.Event()
 
     def tokenise() -> None:
-        inside.set()
-        model.vocab.tokenize(text)
+        with model.vocab._using():  # what every call into libllama does
+            inside.set()
+            assert leave.wait(60)
 
     thread = threading.Thread(target=tokenise)
     thread.start()
-    assert inside.wait(20)
-    time.sleep(0.02)
-    assert thread.is_alive()
-    with pytest.raises(LifecycleError, match="another thread"):
-        model.close()
-    assert not model.closed
-    thread.join(20)
+    try:
+        assert inside.wait(60)
+        with pytest.raises(LifecycleError, match="another thread"):
+            model.close()
+        assert not model.closed
+    finally:
+        leave.set()
+        thread.join(60)
     model.close()
 
 

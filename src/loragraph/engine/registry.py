@@ -98,7 +98,7 @@ class Registry:
         check_name(name)
         if isinstance(source, Adapter):
             header = header_of(source)
-            new = Generation(name, next(self._numbers), None, header, source, source.digest)
+            new = Generation(name, next(self._numbers), None, header, source, digest=source.digest)
         else:
             path = Path(source).absolute()
             new = Generation(name, next(self._numbers), path, self._read_header(path))
