@@ -130,7 +130,9 @@ def test_scale_zero_is_the_base() -> None:
 def test_lowerings_agree() -> None:
     """Both lowerings give the same greedy text."""
     words = ("-p", "hello", "-n", "8", "--lora", "a.gguf", *NO_EOG)
-    texts = {run_json(*words, "--lowering", name)["text"] for name in ("branch", "routed")}
+    texts = {
+        run_json(*words, "--lowering", name)["text"] for name in ("branch", "routed", "stacked")
+    }
 
     assert len(texts) == 1
 

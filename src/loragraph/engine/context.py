@@ -17,6 +17,7 @@ from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.assembly import (
     ATTENTIONS,
     KV_TYPES,
+    LOWERINGS,
     AttentionName,
     KvType,
     LoweringName,
@@ -50,10 +51,10 @@ MAX_BATCH = 1 << 16
 class Context:
     """One sequence of at most `n_ctx` tokens.
 
-    `lowering` says how adapters are computed ("routed" serves any mix from one graph, "branch" is
-    llama.cpp's form), `kv_type` and `attention` how K and V are stored and read; "f32" with
-    "plain" is the exact mode. A context is used by one thread at a time: a second one raises
-    LifecycleError. Two contexts on one model run in parallel.
+    `lowering` says how adapters are computed ("routed" serves any mix from one graph, "stacked"
+    does so with ggml's own nodes, "branch" is llama.cpp's form), `kv_type` and `attention` how K
+    and V are stored and read; "f32" with "plain" is the exact mode. A context is used by one
+    thread at a time: a second one raises LifecycleError. Two contexts on one model run in parallel.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Context:
         """
         if not isinstance(model, Model):
             raise TypeError(f"expected a Model, got {type(model).__name__}")
-        choice(lowering, "lowering", ("routed", "branch"))
+        choice(lowering, "lowering", LOWERINGS)
         choice(kv_type, "kv_type", tuple(KV_TYPES))
         choice(attention, "attention", ATTENTIONS)
         self.model = model

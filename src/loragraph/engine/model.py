@@ -28,6 +28,7 @@ from loragraph.ggml.lib import Library, load_library
 from loragraph.graph.arch import Family, family_of
 from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
+from loragraph.model.fingerprint import fingerprint
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.weights import Progress, Use, Weights
 from loragraph.vocab.chat import ChatTemplate
@@ -224,6 +225,11 @@ class Model:
                 f"the model {self.path.name} was used in a forked process",
                 hint="the threads of ggml do not survive a fork: load the model there",
             )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells this model from others, for what is saved of it; see model/fingerprint.py."""
+        return fingerprint(self.lib, self.weights.files)
 
     def check_files(self) -> None:
         """Raises GGUFError where a mapped file has become shorter; see `load`."""

@@ -25,7 +25,7 @@ from loragraph.graph.attention.base import Attention, AttentionGraph
 from loragraph.graph.batch import Batch
 from loragraph.graph.builder import Builder
 from loragraph.graph.inputs import Inputs, InputSpec
-from loragraph.graph.kv_cache import KvCache
+from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
 
 MAX_GRAPHS = 16
@@ -126,6 +126,19 @@ class Runner:
     def zero_cells(self, cells: NDArray[np.int64]) -> None:
         """Zeroes these cells, (n,) i64."""
         self._cache.zero(cells)
+
+    @property
+    def cell_format(self) -> CellFormat:
+        """What the bytes of a cell mean."""
+        return self._cache.cell_format
+
+    def read_cells(self, cells: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Bytes of these cells, (n,) i64: (n, bytes_per_cell), see KvCache.read."""
+        return self._cache.read(cells)
+
+    def write_cells(self, cells: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Fills these cells with what `read_cells` gave."""
+        self._cache.write(cells, rows)
 
     def drop_graphs(self) -> None:
         """Drops every kept graph."""
