@@ -196,10 +196,10 @@ def test_two_threads_in_one_context_raise(model: Model, monkeypatch: pytest.Monk
         inside, leave = threading.Event(), threading.Event()
         compute = type(context._runner._backend).compute
 
-        def slow_compute(self: Any, graph: Any) -> None:
+        def slow_compute(self: Any, graph: Any, plan: Any = None) -> None:
             inside.set()
             assert leave.wait(10)
-            compute(self, graph)
+            compute(self, graph, plan)
 
         monkeypatch.setattr(type(context._runner._backend), "compute", slow_compute)
         results: list[Any] = []
@@ -323,7 +323,7 @@ def test_a_failed_step_appends_nothing(model: Model, monkeypatch: pytest.MonkeyP
             calls.append(graph)
             if len(calls) == 2:
                 raise BackendError("aborted")
-            compute(self, graph)
+            compute(self, graph, plan)
 
         with monkeypatch.context() as patch:
             patch.setattr(backend, "compute", fail_second)

@@ -1,9 +1,9 @@
 """Asks the system for huge pages under the weights.
 
 Every step walks all weights; with pages of 4 KiB part of that is address translation (Q4_0, 135M:
-decode of one token 3 to 7 % faster). That costs 25 ms of its load, up to 95 while memory is fragmented; asked
-for after the weights were written, no huge page had come 90 seconds later. The cells gain nothing
-measurable, so they do without.
+decode of one token 3 to 7 % faster). That costs 25 ms of its load, up to 95 while memory is
+fragmented; asked for after the weights were written, no huge page had come 90 seconds later. The
+cells gain nothing measurable, so they do without.
 """
 
 from __future__ import annotations
