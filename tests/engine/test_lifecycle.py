@@ -319,7 +319,7 @@ def test_a_failed_step_appends_nothing(model: Model, monkeypatch: pytest.MonkeyP
         backend = type(context._runner._backend)
         compute, calls = backend.compute, []
 
-        def fail_second(self: Any, graph: Any) -> None:
+        def fail_second(self: Any, graph: Any, plan: Any = None) -> None:
             calls.append(graph)
             if len(calls) == 2:
                 raise BackendError("aborted")
