@@ -86,7 +86,7 @@ def test_truncate_keeps_what_there_is(n: int, model: Model) -> None:
 
 
 WRONG_OPTIONS: dict[str, dict[str, Any]] = {
-    "lowering": {"lowering": "stacked"},
+    "lowering": {"lowering": "dense"},
     "kv_type": {"kv_type": "q4_0"},
     "attention": {"attention": "paged"},
     "n_ctx": {"n_ctx": 0},

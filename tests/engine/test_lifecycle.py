@@ -19,7 +19,7 @@ from loragraph.errors import (
     InvalidRequestError,
     LifecycleError,
 )
-from loragraph.graph.lowrank import branch, resident
+from loragraph.graph.lowrank import branch, resident, stacks
 from tests.engine.setting import Setting
 from tests.numerics.runs import LOWERINGS, LoweringName, open_context, random_tokens, run
 from tests.tiny import TinyAdapter, TinyLlama
@@ -176,10 +176,10 @@ def test_two_threads_in_one_context_raise(model: Model, monkeypatch: pytest.Monk
         inside, leave = threading.Event(), threading.Event()
         compute = type(context._runner._backend).compute
 
-        def slow_compute(self: Any, graph: Any) -> None:
+        def slow_compute(self: Any, graph: Any, plan: Any = None) -> None:
             inside.set()
             assert leave.wait(10)
-            compute(self, graph)
+            compute(self, graph, plan)
 
         monkeypatch.setattr(type(context._runner._backend), "compute", slow_compute)
         results: list[Any] = []
@@ -213,7 +213,7 @@ def test_a_failed_attach_leaves_the_old_set(
 
     with open_context(model, lowering=lowering) as context:
         expected = run(context, TOKENS, {first: 1.0})
-        module = branch if lowering == "branch" else resident
+        module = {"branch": branch, "routed": resident, "stacked": stacks}[lowering]
         with monkeypatch.context() as patch:
             patch.setattr(module, "target_pairs", fail)
             for wanted in ({second: 1.0}, {first: 0.5, second: 1.0}):

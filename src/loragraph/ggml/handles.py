@@ -175,7 +175,7 @@ class Buffer(Handle):
         return int(self.lib.c.ggml_backend_buffer_get_size(self.ptr))
 
     def prefer_huge_pages(self) -> None:
-        """For a large buffer of the process's own, once it is filled."""
+        """For a large buffer that is filled whole, before anything is written to it."""
         prefer_huge_pages(self.base, self.nbytes)
 
     def use_for_weights(self) -> None:
