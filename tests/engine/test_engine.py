@@ -411,6 +411,32 @@ def test_closing_ends_or_drains(model: Model, files: Files) -> None:
     assert "the engine" not in users
 
 
+def test_closing_while_threads_submit_leaves_nobody_waiting(model: Model, files: Files) -> None:
+    """Each request ends with a result or a LifecycleError."""
+    engine = Engine(model, files.paths, n_ctx=512, max_adapters=1)
+    outcomes: list[object] = []
+
+    def work(i: int) -> None:
+        for k in range(100):
+            try:
+                name = "abc"[(i + k) % 3]
+                outcomes.append(engine.generate(PROMPT, GREEDY, adapters={name: 1.0}))
+            except LifecycleError as error:
+                outcomes.append(error)
+                return
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    while len(outcomes) < 10:
+        threads[0].join(0.01)
+    engine.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert {type(one) for one in outcomes} == {Result, LifecycleError}
+
+
 def test_an_adapter_given_in_memory_stays_the_callers(model: Model, files: Files) -> None:
     """The engine uses it and lets it go; another model's, or a closed one, is refused."""
     adapter = model.load_adapter(files.paths["a"])
