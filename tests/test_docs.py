@@ -9,6 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 DOCUMENTS = (*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md")))
 SCRIPTS = tuple(sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file()))
-CLI = ROOT / "src" / "loragraph" / "cli" / "main.py"
+PACKAGE = ROOT / "src" / "loragraph"
+CLI = PACKAGE / "cli" / "main.py"
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SEPARATORS = {"|", "||", "&&", ";", "&"}
@@ -193,6 +195,47 @@ def test_links_to_files_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text("utf-8"))
 
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def documented_files() -> dict[str, set[str]]:
+    """Layer -> files that its section of docs/architecture.md names; `*` is a part of a name."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    layers = text.split("\n## Layers\n")[1].split("\n## ")[0]
+    sections = re.findall(r"^### `(\w+)/`(.*?)(?=^### |\Z)", layers, re.MULTILINE | re.DOTALL)
+    return {
+        layer: set(re.findall(r"`([\w/*]+\.(?:py|c|h))`", section)) for layer, section in sections
+    }
+
+
+def source_files() -> set[str]:
+    """Paths of the package's files that are written by hand, without those at its top."""
+    generated = {"__init__.py", "_declarations.py", "_kernels.c"}
+    return {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*/*")
+        if path.suffix in {".py", ".c", ".h"} and path.name not in generated
+    }
+
+
+def test_architecture_names_every_source_file() -> None:
+    """A reader finds each file of a layer in the layer's section of docs/architecture.md."""
+    named = [f"{layer}/{name}" for layer, names in documented_files().items() for name in names]
+    files = source_files()
+    assert len(files) > 20
+    assert sorted(f for f in files if not any(fnmatch(f, name) for name in named)) == []
+
+
+def test_architecture_names_no_file_that_is_gone() -> None:
+    """Each file that a section names exists, in its layer or among the tests."""
+    files = source_files()
+    gone = [
+        f"{layer}: {name}"
+        for layer, names in documented_files().items()
+        for name in names
+        if not any(fnmatch(file, f"{layer}/{name}") for file in files)
+        and not any((ROOT / "tests").rglob(Path(name).name))
+    ]
+    assert sorted(gone) == []
 
 
 def test_every_dependency_has_a_reason() -> None:

@@ -164,7 +164,9 @@ def test_no_memory_for_the_tensors(
         raise MemoryError
 
     monkeypatch.setattr("loragraph.adapters.gguf.allocate_block", fail)
-    with pytest.raises(CapacityError, match="no memory for 7168 bytes"):
+    with pytest.raises(
+        CapacityError, match="failed to allocate buffer for lora adapter: no memory for 7168"
+    ):
         read_adapter(lib, write(tmp_path / "a.gguf"), base())
 
 
@@ -225,3 +227,14 @@ def test_keys_alike_up_to_a_nul(lib: Library, tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", adapter_metadata() | {"adapter.type\0": "x"})
     with pytest.raises(GGUFError, match="distinct keys"):
         read_adapter(lib, path, base())
+
+
+def test_file_that_is_no_gguf_says_failed_to_load_lora_adapter(
+    lib: Library, tmp_path: Path
+) -> None:
+    """A damaged container is told with llama.cpp's phrase, and with the reason behind it."""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF" + bytes([9]) * 40)
+    with pytest.raises(GGUFError, match="failed to load lora adapter from file: ") as raised:
+        read_adapter(lib, path, base())
+    assert raised.value.path == str(path)

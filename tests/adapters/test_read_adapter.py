@@ -192,7 +192,8 @@ def test_repacked_base_is_one_warning(lib: Library, tmp_path: Path) -> None:
     repacked = base_info("llama", "tiny", shapes, repacked=set(shapes))
     adapter = read_adapter(lib, write(tmp_path / "a.gguf"), repacked)
     assert [w for w in adapter.report.warnings if "repack" in w] == [
-        "base weights stand in a repack buffer; the adapter's tensors stay in plain memory"
+        f"lora for '{min(adapter.pairs)}' and {len(adapter.pairs) - 1} more cannot use buft of the "
+        "base's repacked weights, fallback to CPU: they stay in plain memory"
     ]
 
 

@@ -24,6 +24,7 @@ from tests.adapters.raw_gguf import (
     tensor,
     write,
 )
+from tests.tiny import TinyAdapter, TinyLlama
 
 N_BASE_PARAMS = 2 * N_EMBD * N_VOCAB + N_EMBD * N_EMBD + N_EMBD * N_FF + N_EMBD
 
@@ -56,8 +57,7 @@ def run_json(*args: object) -> tuple[int, dict[str, Any]]:
 
 def test_base(base_path: Path) -> None:
     """A base shows metadata, architecture, types, counts, bytes, and whether its head is tied."""
-    status, text = run(base_path)
-    assert status == 0
+    _, text = run(base_path)
     for part in ("tiny [red]", "llama", "F32", f"{N_BASE_PARAMS:,}", "of its own", "array of u32"):
         assert part in text
     _, facts = run_json(base_path)
@@ -67,6 +67,33 @@ def test_base(base_path: Path) -> None:
         "F32": {"n_tensors": 5, "n_params": N_BASE_PARAMS, "nbytes": 4 * N_BASE_PARAMS}
     }
     assert facts["metadata"]["x.list"] == "array of u32, 2 values"
+
+
+def test_base_that_loads(tmp_path: Path) -> None:
+    """A base that would load has no problems, and status 0."""
+    status, facts = run_json(TinyLlama().write(tmp_path / "m.gguf"))
+    assert (status, facts["problems"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("header", "error", "phrase"),
+    [
+        ({"general.architecture": "foo"}, "UnsupportedError", "'foo' is not supported"),
+        ({"llama.block_count": 3}, "GGUFError", "blk.2."),
+        ({"llama.embedding_length": "x"}, "GGUFError", "llama.embedding_length"),
+    ],
+)
+def test_base_that_would_be_refused_says_why(
+    header: dict[str, Any], error: str, phrase: str, tmp_path: Path
+) -> None:
+    """What Model.load would refuse in a base is shown, and the exit status is 1."""
+    path = TinyLlama(extra=header).write(tmp_path / "m.gguf")
+    status, facts = run_json(path)
+    assert status == 1
+    (problem,) = facts["problems"]
+    assert problem["error"] == error
+    assert phrase in problem["message"]
+    assert "refused" in run(path)[1]
 
 
 def test_adapter_alone(tmp_path: Path) -> None:
@@ -125,22 +152,20 @@ def test_ignore_norm(base_path: Path, tmp_path: Path) -> None:
     assert "left out as asked" in facts["warnings"][0]
 
 
-def test_split_base(base_path: Path, tmp_path: Path) -> None:
+def test_split_base(tmp_path: Path) -> None:
     """Any part of a split base stands for all; a missing part is a problem."""
-    embd = {"token_embd.weight": tensor(np.zeros((N_VOCAB, N_EMBD)))}
-    rest = {"blk.0.attn_q.weight": tensor(np.zeros((N_EMBD, N_EMBD)))}
-    first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
-    write(first, {"general.architecture": "llama"}, embd)
+    tiny = TinyLlama(tied=True)
+    first, second = tiny.write_split(tmp_path, 2)
+    status, facts = run_json(second)
+    assert (status, facts["problems"]) == (0, [])
+    assert facts["files"] == [str(first), str(second)]
+    assert (facts["n_tensors"], facts["tied"]) == (len(tiny.raw_tensors()), True)
+    TinyAdapter().write(tmp_path / "a.gguf", tiny)
+    assert run(tmp_path / "a.gguf", "--base", second)[0] == 0
+    second.unlink()
     status, facts = run_json(first)
     assert status == 1
     assert "failed to open" in facts["problems"][0]["message"]
-    write(second, {"split.no": 1}, rest)
-    status, facts = run_json(second)
-    assert status == 0
-    assert facts["files"] == [str(first), str(second)]
-    assert (facts["n_tensors"], facts["tied"]) == (2, True)
-    adapter = write(tmp_path / "a.gguf", None, pair("blk.0.attn_q.weight"))
-    assert run(adapter, "--base", second)[0] == 0
 
 
 def main(*args: object) -> subprocess.CompletedProcess[str]:

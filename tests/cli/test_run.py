@@ -130,7 +130,9 @@ def test_scale_zero_is_the_base() -> None:
 def test_lowerings_agree() -> None:
     """Both lowerings give the same greedy text."""
     words = ("-p", "hello", "-n", "8", "--lora", "a.gguf", *NO_EOG)
-    texts = {run_json(*words, "--lowering", name)["text"] for name in ("branch", "routed")}
+    texts = {
+        run_json(*words, "--lowering", name)["text"] for name in ("branch", "routed", "stacked")
+    }
 
     assert len(texts) == 1
 
@@ -283,13 +285,13 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 def process(*words: str, **more: Any) -> subprocess.Popen[bytes]:
     """`python -m loragraph.cli.main`, running."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "loragraph.cli.main", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(loragraph.__file__).parents[1])},
+    settings: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "env": {**os.environ, "PYTHONPATH": str(Path(loragraph.__file__).parents[1])},
         **more,
-    )
+    }
+    return subprocess.Popen([sys.executable, "-m", "loragraph.cli.main", *words], **settings)
 
 
 def test_process() -> None:
@@ -340,3 +342,15 @@ def test_closed_pipe() -> None:
     assert child.returncode == 1
     assert err == b""
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_behind_stdout() -> None:
+    """Output that cannot be written is one line and status 1, not a traceback."""
+    with open("/dev/full", "wb") as full:
+        child = process(*BASE, "-p", "hello", "-n", "4", *NO_EOG, stdout=full)
+    with child:
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert err.startswith(b"loragraph: failed to write: ")
+    assert err.count(b"\n") == 1

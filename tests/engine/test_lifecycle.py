@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +13,18 @@ import pytest
 from loragraph.adapters.adapter import Adapter
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
-from loragraph.engine.runner import Runner
 from loragraph.errors import (
     BackendError,
     CapacityError,
-    ConfigError,
-    ContextLengthError,
     InvalidRequestError,
     LifecycleError,
-    LoragraphError,
 )
-from loragraph.ggml.handles import CpuBackend, GraphAllocator
-from loragraph.graph.inputs import Inputs
-from loragraph.graph.kv_cache import KvCache
 from loragraph.graph.lowrank import branch, resident
+from tests.engine.setting import Setting
 from tests.numerics.runs import LOWERINGS, LoweringName, open_context, random_tokens, run
 from tests.tiny import TinyAdapter, TinyLlama
 
 TOKENS = random_tokens(20)
-
-
-class Setting:
-    """Files of one model and two adapters."""
-
-    def __init__(self, folder: Path) -> None:
-        tiny = TinyLlama()
-        self.base = tiny.write(folder / "m.gguf")
-        self.paths = [folder / "1.gguf", folder / "2.gguf"]
-        TinyAdapter(seed=1).write(self.paths[0], tiny)
-        TinyAdapter(rank=7, seed=2).write(self.paths[1], tiny)
-
-    def load(self) -> Model:
-        """A new model."""
-        return Model.load(self.base, n_threads=1)
-
-
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    """The files, shared."""
-    return Setting(tmp_path_factory.mktemp("lifecycle"))
-
-
-@pytest.fixture
-def model(setting: Setting) -> Iterator[Model]:
-    """A model of the test's own."""
-    with setting.load() as model:
-        yield model
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -103,6 +69,20 @@ def test_a_model_with_an_open_context_cannot_be_closed(model: Model) -> None:
         assert np.array_equal(run(context, TOKENS, {}), expected)
     model.close()
     model.close()
+
+
+def test_a_model_whose_adapter_is_held_elsewhere_stays_whole(setting: Setting) -> None:
+    """A close that an attached adapter forbids closes nothing, and can be tried again."""
+    with Model.load(setting.base, n_threads=1) as model:
+        adapter = model.load_adapter(setting.paths[0])
+        adapter.attach("a tool")
+        for _ in range(2):
+            with pytest.raises(LifecycleError, match="attached to a tool"):
+                model.close()
+        assert not model.closed
+        assert model.vocab.tokenize("hello")
+        adapter.detach("a tool")
+    assert adapter.closed
 
 
 def test_closing_a_model_closes_its_adapters(setting: Setting) -> None:
@@ -281,124 +261,3 @@ def test_more_adapters_than_a_token_can_carry(setting: Setting, tmp_path: Path) 
             with pytest.raises(CapacityError, match="at most 16 adapters"):
                 context.set_adapters(dict.fromkeys(adapters, 1.0))
             assert len(context.mix) == 16
-
-
-WRONG_TOKENS: dict[str, tuple[Any, type[LoragraphError]]] = {
-    "negative": ([-1], InvalidRequestError),
-    "beyond_vocab": ([320], InvalidRequestError),
-    "floats": ([1.0], InvalidRequestError),
-    "nested": ([[1, 2]], InvalidRequestError),
-    "text": ("abc", InvalidRequestError),
-    "too_many": ([5] * 257, ContextLengthError),
-}
-
-
-@pytest.mark.parametrize(("tokens", "error"), WRONG_TOKENS.values(), ids=WRONG_TOKENS)
-def test_wrong_tokens_append_nothing(
-    tokens: Any, error: type[LoragraphError], model: Model
-) -> None:
-    """Tokens that cannot be decoded raise and leave the sequence as it was."""
-    with open_context(model) as context:
-        context.decode(TOKENS)
-        with pytest.raises(error):
-            context.decode(tokens)
-        assert context.n_past == len(TOKENS)
-
-
-def test_no_tokens_are_no_logits(model: Model) -> None:
-    """An empty input gives an empty array of the right width."""
-    with open_context(model) as context:
-        assert context.decode([]).shape == (0, 320)
-
-
-def test_a_failed_step_appends_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the second chunk fails, the first is taken back too, and the next call is right."""
-    with open_context(model, n_batch=8) as context:
-        expected = context.decode(TOKENS)
-        context.clear()
-        backend = type(context._runner._backend)
-        compute, calls = backend.compute, []
-
-        def fail_second(self: Any, graph: Any) -> None:
-            calls.append(graph)
-            if len(calls) == 2:
-                raise BackendError("aborted")
-            compute(self, graph)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend, "compute", fail_second)
-            with pytest.raises(BackendError, match="aborted"):
-                context.decode(TOKENS)
-        assert context.n_past == 0
-        assert np.array_equal(context.decode(TOKENS), expected)
-
-
-@pytest.mark.parametrize("n", [-1, 21])
-def test_truncate_keeps_what_there_is(n: int, model: Model) -> None:
-    """A sequence cannot be cut to fewer than none or to more than it has."""
-    with open_context(model) as context:
-        context.decode(TOKENS)
-        with pytest.raises(ConfigError, match="0 to 20"):
-            context.truncate(n)
-        assert context.n_past == 20
-
-
-WRONG_OPTIONS: dict[str, dict[str, Any]] = {
-    "lowering": {"lowering": "stacked"},
-    "kv_type": {"kv_type": "q4_0"},
-    "attention": {"attention": "paged"},
-    "n_ctx": {"n_ctx": 0},
-    "n_batch": {"n_batch": 0},
-    "n_threads": {"n_threads": 0},
-}
-
-
-@pytest.mark.parametrize("field", WRONG_OPTIONS)
-def test_wrong_options_leave_nothing(field: str, model: Model) -> None:
-    """An option out of range raises ConfigError that names it, and the model stays closable."""
-    with pytest.raises(ConfigError, match=field):
-        open_context(model, **WRONG_OPTIONS[field])
-    model.close()
-
-
-PARTS: tuple[type[Any], ...] = (CpuBackend, KvCache, GraphAllocator, Inputs, Runner)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_context_that_fails_to_build_leaves_nothing(
-    part: type[Any], model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever part fails, those made before are freed and the model has no context."""
-    made: list[type[Any]] = []
-    closed: list[type[Any]] = []
-
-    def record(cls: type[Any]) -> None:
-        init, close = cls.__init__, cls.close
-
-        def making(self: Any, *args: Any, **kwargs: Any) -> None:
-            if cls is part:
-                raise BackendError("no memory")
-            init(self, *args, **kwargs)
-            made.append(cls)
-
-        def closing(self: Any) -> None:
-            closed.append(cls)
-            close(self)
-
-        patch.setattr(cls, "__init__", making)
-        patch.setattr(cls, "close", closing)
-
-    with monkeypatch.context() as patch:
-        for cls in PARTS:
-            record(cls)
-        with pytest.raises(BackendError, match="no memory"):
-            open_context(model)
-    assert set(closed) == set(made)
-    model.close()
-
-
-@pytest.mark.parametrize("n_threads", [0, -1, 513])
-def test_a_model_with_a_wrong_number_of_threads(n_threads: int, setting: Setting) -> None:
-    """1 to 512 threads; anything else is a ConfigError."""
-    with pytest.raises(ConfigError, match="n_threads"):
-        Model.load(setting.base, n_threads=n_threads)

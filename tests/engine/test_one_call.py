@@ -147,3 +147,10 @@ def test_contexts_generate_in_parallel(folder: Path) -> None:
 
     assert together == alone * 3
     assert alone[0] != alone[1]
+
+
+def test_adapters_as_a_list_name_what_was_expected(folder: Path) -> None:
+    """A list of paths, which says nothing of scales, is refused before anything is loaded."""
+    adapters: Any = [folder / "a.gguf"]
+    with pytest.raises(TypeError, match="expected a mapping of adapters to scales"):
+        loragraph.generate("missing.gguf", PROMPT, adapters=adapters)

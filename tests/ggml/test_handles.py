@@ -100,6 +100,20 @@ def test_mapped_memory_must_be_aligned() -> None:
     assert memory.sum() == 28
 
 
+def test_zeroed_memory_holds_zeros_and_is_writable() -> None:
+    """A zeroed buffer begins with zeros, keeps what is written, and refuses impossible sizes."""
+    lib = load_library()
+    with Buffer.zeroed(lib, 1 << 20) as buffer, TensorContext(lib, 1) as ctx:
+        tensor = ctx.new_tensor(I32, (1 << 18,))
+        buffer.place(tensor, 0)
+        values = array_view(lib, tensor)
+        assert not values.any()
+        values[:] = 7
+        assert array_view(lib, tensor).sum() == 7 << 18
+    with pytest.raises(BackendError, match="no memory"):
+        Buffer.zeroed(lib, 1 << 60)
+
+
 def test_tensors_without_memory_have_no_values() -> None:
     """Address and view of a tensor that has no memory yet raise."""
     lib = load_library()

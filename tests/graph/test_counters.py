@@ -13,6 +13,8 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
 from loragraph.engine.runner import MAX_GRAPHS, KeptGraph, Runner
+from loragraph.ggml.handles import Tensor
+from loragraph.ggml.ops import Ops
 from loragraph.graph.lowrank.base import NODES_PER_PAIR_BUDGET
 from tests.numerics.runs import LOWERINGS, LoweringName, open_context, random_tokens, run
 from tests.tiny import TinyAdapter, TinyLlama
@@ -256,3 +258,23 @@ def node_ops(runner: Runner) -> list[str]:
 
 def _buffer(runner: Runner, tensor: Any) -> int:
     return runner._lib.address(tensor.buffer)
+
+
+def test_branch_rounds_scales_as_llama_cpp_does(
+    branch: Context, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """user scale · alpha / rank in f32, left to right; user scale · (alpha / rank) has other bits
+    for a rank that is no power of two."""
+    seen: set[float] = set()
+    original = Ops.scale
+
+    def spy(self: Ops, a: Tensor, factor: float) -> Tensor:
+        seen.add(float(np.float32(factor)))  # as C receives it
+        return original(self, a, factor)
+
+    monkeypatch.setattr(Ops, "scale", spy)
+    for user_scale in (0.1, 0.7, 1.3, -2.1):
+        seen.clear()
+        run(branch, TOKENS, {setting.b: user_scale})
+        expected = np.float32(user_scale) * np.float32(8) / np.float32(9)
+        assert seen == {float(expected)}

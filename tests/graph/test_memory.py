@@ -12,6 +12,7 @@ import pytest
 from loragraph.adapters.adapter import Adapter
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
+from loragraph.graph.lowrank.stacked import StackedLowering
 from tests.numerics.runs import (
     LOWERINGS,
     Logits,
@@ -64,8 +65,10 @@ def poison_compute(context: Context) -> None:
 
 
 def poison_inputs(context: Context) -> None:
-    """Spoils every step input."""
+    """Spoils every step input, those of the lowering too."""
     fill(context, context._runner._inputs._buffer.ptr)
+    if isinstance(context._lowering, StackedLowering):
+        fill(context, context._lowering._inputs._buffer.ptr)
 
 
 @pytest.mark.parametrize("poison", [poison_compute, poison_inputs])

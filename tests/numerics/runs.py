@@ -18,8 +18,10 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 Scales: TypeAlias = tuple[float, ...]
 """User scales of the adapters of a case, in the order of their files."""
 
-LoweringName: TypeAlias = Literal["branch", "routed"]
-LOWERINGS: tuple[LoweringName, ...] = ("branch", "routed")
+LoweringName: TypeAlias = Literal["branch", "routed", "stacked"]
+LOWERINGS: tuple[LoweringName, ...] = ("branch", "routed", "stacked")
+MIXING: tuple[LoweringName, ...] = ("routed", "stacked")
+"""Those that compute any mixes in one batch."""
 
 
 class Mode(NamedTuple):

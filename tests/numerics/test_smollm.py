@@ -83,7 +83,7 @@ def test_exact_mode_is_peft(base_f32: Path) -> None:
                     for ours, theirs in zip(
                         _golden_errors(rows, name), libllama[name], strict=True
                     ):
-                        rounds = lowering == "branch" and mix
+                        rounds = lowering != "routed" and mix  # ggml rounds x to A's F16
                         assert ours <= (NO_WORSE * theirs if rounds else EXACT_NMSE), name
         _check_greedy(model, {loaded["pirate"]: 1.0, loaded["poem"]: 0.4}, "pirate_poem")
 

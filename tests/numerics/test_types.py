@@ -158,3 +158,15 @@ def _compare(base: str, adapter_type: str, mode: str, files: Files, *, repack: b
             )
             allowed = NO_WORSE * nmse(expected[scales], reference[scales])
             assert nmse(actual[scales], reference[scales]) <= allowed, (lowering, scales)
+
+
+def test_scales_over_any_rank_have_libllamas_bits(tmp_path: Path) -> None:
+    """Branch rounds user scale · alpha / rank as libllama does, for ranks that divide nothing."""
+    tiny, rank_9 = TinyLlama(), TinyAdapter(rank=9)
+    base, path = tiny.write(tmp_path / "m.gguf"), tmp_path / "a.gguf"
+    rank_9.write(path, tiny)
+    cases: tuple[Scales, ...] = ((0.7,), (0.9,), (-1.1,))
+    for mode in MODES.values():
+        expected = libllama_logits(base, [path], cases, TOKENS, mode)
+        actual = loragraph_logits(base, [path], cases, TOKENS, mode, lowering="branch")
+        assert [nmse(actual[scales], expected[scales]) for scales in cases] == [0, 0, 0]

@@ -41,7 +41,11 @@ def general_type(draft: Draft, _base: BaseInfo | None) -> Problems:
     """general.type is "adapter"."""
     got = draft.scalars.get("general.type", "")
     if got != "adapter":
-        yield _format(draft, f"expect general.type to be 'adapter', but got: {_shown(got)}")
+        yield _format(
+            draft,
+            f"expect general.type to be 'adapter', but got: {_shown(got)}",
+            "a base model stands before its adapters; loragraph inspect tells them apart",
+        )
 
 
 def architecture(draft: Draft, base: BaseInfo | None) -> Problems:
@@ -52,7 +56,7 @@ def architecture(draft: Draft, base: BaseInfo | None) -> Problems:
             draft,
             f"model arch and LoRA arch mismatch: expected '{base.arch}' (base model '{base.name}')"
             f", got {_shown(got)}",
-            "",
+            hint="was it made for another base model?",
         )
 
 
@@ -353,5 +357,5 @@ def _format(draft: Draft, message: str, hint: str = "") -> AdapterFormatError:
     return AdapterFormatError(message, path=draft.path, hint=hint)
 
 
-def _mismatch(draft: Draft, message: str, tensor: str) -> AdapterMismatchError:
-    return AdapterMismatchError(message, adapter=str(draft.path), tensor=tensor)
+def _mismatch(draft: Draft, message: str, tensor: str = "", hint: str = "") -> AdapterMismatchError:
+    return AdapterMismatchError(message, adapter=str(draft.path), tensor=tensor, hint=hint)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from loragraph.errors import GGUFError
 from loragraph.ggml.gguf import GGUFFile, Scalar, TensorInfo
 from loragraph.ggml.lib import Library
 
@@ -59,7 +60,7 @@ def read_draft(
     tied_output: bool | None = None,
 ) -> Draft:
     """Reads the header; GGUFError where the container itself is damaged."""
-    with GGUFFile(lib, path) as file:
+    with _opened(lib, path) as file:
         pairs, strays, duplicates, norms = _sort_tensors(file.tensors)
         tokens: tuple[int, ...] = ()
         if file.type_of(INVOCATION_KEY) == "array of u32":
@@ -76,6 +77,18 @@ def read_draft(
             tied_output=tied_output,
             norms=norms,
         )
+
+
+def _opened(lib: Library, path: str | os.PathLike[str]) -> GGUFFile:
+    try:
+        return GGUFFile(lib, path)
+    except GGUFError as error:
+        if isinstance(error.__cause__, OSError):  # "failed to open" says it already
+            raise
+        reason = error.message.removeprefix(f"{error.path}: ")
+        raise GGUFError(
+            f"failed to load lora adapter from file: {reason}", path=error.path
+        ) from error
 
 
 def _sort_tensors(

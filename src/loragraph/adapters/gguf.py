@@ -62,7 +62,10 @@ def read_adapter(
     try:
         data = allocate_block(nbytes)
     except MemoryError as exc:
-        raise CapacityError(f"{draft.path}: no memory for {nbytes} bytes of adapter") from exc
+        raise CapacityError(
+            f"{draft.path}: failed to allocate buffer for lora adapter: no memory for {nbytes} "
+            "bytes"
+        ) from exc
     _fill(draft, pairs, data)
     dead = [target for target, pair in pairs.items() if _changes_nothing(pair, data)]
     if len(dead) == len(pairs):
@@ -262,8 +265,12 @@ def _warnings(
     wide = [t for t, pair in pairs.items() if pair.rank > min(base.targets[t].ne[:2])]
     if wide:
         yield f"{len(wide)} pairs have a rank above the sizes of their target, {wide[0]} for one"
-    if any(base.targets[target].repacked for target in pairs):
-        yield "base weights stand in a repack buffer; the adapter's tensors stay in plain memory"
+    repacked = [target for target in pairs if base.targets[target].repacked]
+    if repacked:
+        yield (
+            f"lora for '{repacked[0]}' and {len(repacked) - 1} more cannot use buft of the base's "
+            "repacked weights, fallback to CPU: they stay in plain memory"
+        )
 
 
 def _changes_nothing(pair: LoraPair, data: Bytes) -> bool:

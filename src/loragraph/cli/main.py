@@ -63,6 +63,10 @@ def main(args: Sequence[str] | None = None) -> None:
         # Without this, Python's last flush of stdout would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:  # as of a full disk behind stdout; files of ours raise LoragraphError
+        _complain(f"failed to write: {error.strerror or error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _complain(message: str) -> None:

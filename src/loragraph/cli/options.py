@@ -14,6 +14,7 @@ class Lowering(StrEnum):
 
     ROUTED = "routed"
     BRANCH = "branch"
+    STACKED = "stacked"
 
 
 class KvType(StrEnum):

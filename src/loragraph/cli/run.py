@@ -28,6 +28,29 @@ _MAX_PROMPT_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
+class _Loading:
+    """What to load, and how."""
+
+    base: Path
+    adapters: Sequence[tuple[str, float]]  # path, user scale
+    ignore_norm: bool
+    tied_output: bool | None
+    threads: int | None
+    repack: bool
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """What to compute with."""
+
+    ctx_size: int  # 0: as trained
+    batch_size: int
+    lowering: options.Lowering
+    kv_type: options.KvType
+    attention: options.AttentionKind
+
+
+@dataclass(frozen=True)
 class _Loaded:
     """An adapter as the command line names it."""
 
@@ -91,29 +114,39 @@ def run(
         max_tokens=None if n_predict < 0 else n_predict,
         ignore_eos=ignore_eos,
     )
+    loading = _Loading(base, scales, ignore_norm, tied_output, threads, repack)
+    computing = _Computing(ctx_size, batch_size, lowering, kv_type, attention)
+    _answer(loading, computing, _messages(text, chat, system), params, as_json)
+
+
+def _answer(
+    loading: _Loading, computing: _Computing, prompt: Prompt, params: SamplingParams, as_json: bool
+) -> None:
     console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    with _loaded_model(console, base, threads, repack) as model:
+    with _loaded_model(console, loading) as model:
         loaded = [
             _Loaded(
                 path,
                 scale,
-                Adapter.load(path, model, ignore_norm=ignore_norm, tied_output=tied_output),
+                Adapter.load(
+                    path, model, ignore_norm=loading.ignore_norm, tied_output=loading.tied_output
+                ),
             )
-            for path, scale in scales
+            for path, scale in loading.adapters
         ]
         _warn(console, loaded)
         with Context(
             model,
-            n_ctx=ctx_size or model.hparams.n_ctx_train,
-            lowering=lowering.value,
-            kv_type=kv_type.value,
-            attention=attention.value,
-            n_batch=batch_size,
+            n_ctx=computing.ctx_size or model.hparams.n_ctx_train,
+            lowering=computing.lowering.value,
+            kv_type=computing.kv_type.value,
+            attention=computing.attention.value,
+            n_batch=computing.batch_size,
         ) as context:
             context.set_adapters({one.adapter: one.scale for one in loaded})
-            generation = _generate(context, _messages(text, chat, system), params, not as_json)
+            generation = _generate(context, prompt, params, not as_json)
         if as_json:
-            typer.echo(json.dumps(_facts(base, generation, loaded), ensure_ascii=False))
+            typer.echo(json.dumps(_facts(loading.base, generation, loaded), ensure_ascii=False))
         else:
             _show_statistics(console, generation, loaded)
 
@@ -132,9 +165,7 @@ def _generate(context: Context, prompt: Prompt, params: SamplingParams, shown: b
 
 
 @contextmanager
-def _loaded_model(
-    console: Console, base: Path, threads: int | None, repack: bool
-) -> Iterator[Model]:
+def _loaded_model(console: Console, loading: _Loading) -> Iterator[Model]:
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn())
     # Only for a terminal: a log needs no bar.
     with Progress(
@@ -142,9 +173,9 @@ def _loaded_model(
     ) as bar:
         task = bar.add_task("load", total=None)
         model = Model.load(
-            base,
-            n_threads=threads,
-            repack=repack,
+            loading.base,
+            n_threads=loading.threads,
+            repack=loading.repack,
             ggml_folder=ggml_folder(),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -20,11 +20,13 @@ from loragraph.graph.lowrank.base import Lowering
 from loragraph.graph.lowrank.branch import BranchLowering
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
+from loragraph.graph.lowrank.stacked import StackedLowering
 
-LoweringName = Literal["routed", "branch"]
+LoweringName = Literal["routed", "branch", "stacked"]
 AttentionName = Literal["flash", "plain", "cells"]
 KvType = Literal["f16", "f32", "q8_0"]
 
+LOWERINGS: tuple[LoweringName, ...] = ("routed", "branch", "stacked")
 ATTENTIONS: tuple[AttentionName, ...] = ("flash", "plain", "cells")
 KV_TYPES: Mapping[KvType, int] = {"f16": F16, "f32": F32, "q8_0": Q8_0}
 
@@ -90,4 +92,7 @@ def _make_lowering(model: Model, name: LoweringName, n_batch: int, n_slots: int)
             model.lib, tied=model.base_info.tied, registered=lambda: model.n_adapter_pairs
         )
     weights = model.weights.by_name
+    if name == "stacked":
+        tied = model.base_info.tied
+        return StackedLowering(model.lib, weights, n_batch, tied=tied, n_slots=n_slots)
     return RoutedLowering(weights, Resident(weights, model.prepared, n_slots), n_batch)

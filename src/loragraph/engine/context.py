@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.assembly import (
     ATTENTIONS,
     KV_TYPES,
+    LOWERINGS,
     AttentionName,
     KvType,
     LoweringName,
@@ -35,6 +36,7 @@ from loragraph.engine.options import choice, integer, memory_errors, threads
 from loragraph.engine.runner import Counters
 from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
+    CapacityError,
     ContextLengthError,
     InvalidRequestError,
     LifecycleError,
@@ -49,10 +51,10 @@ MAX_BATCH = 1 << 16
 class Context:
     """One sequence of at most `n_ctx` tokens.
 
-    `lowering` says how adapters are computed ("routed" serves any mix from one graph, "branch" is
-    llama.cpp's form), `kv_type` and `attention` how K and V are stored and read; "f32" with
-    "plain" is the exact mode. A context is used by one thread at a time: a second one raises
-    LifecycleError. Two contexts on one model run in parallel.
+    `lowering` says how adapters are computed ("routed" serves any mix from one graph, "stacked"
+    does so with ggml's own nodes, "branch" is llama.cpp's form), `kv_type` and `attention` how K
+    and V are stored and read; "f32" with "plain" is the exact mode. A context is used by one
+    thread at a time: a second one raises LifecycleError. Two contexts on one model run in parallel.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Context:
         """
         if not isinstance(model, Model):
             raise TypeError(f"expected a Model, got {type(model).__name__}")
-        choice(lowering, "lowering", ("routed", "branch"))
+        choice(lowering, "lowering", LOWERINGS)
         choice(kv_type, "kv_type", tuple(KV_TYPES))
         choice(attention, "attention", ATTENTIONS)
         self.model = model
@@ -159,7 +161,7 @@ class Context:
             if len(ids) == 0 and not (self._held and outputs == "last"):
                 return np.empty((0, self.model.hparams.n_vocab), np.float32)
             held = self._held
-            all_ids = np.concatenate([np.array(held, np.int32), ids]) if held else ids
+            all_ids = np.array([*held, *ids.tolist()], np.int32) if held else ids
             logits = self._decode(all_ids, last_only=outputs == "last")
             self._held = []
             return logits if outputs == "last" else logits[len(held) :]
@@ -266,8 +268,9 @@ class Context:
                 raise LifecycleError(f"{self.name} was used after its close")
             if not forked:
                 self.model.check_open()
-            with memory_errors(self.name):
-                yield
+            yield
+        except MemoryError as exc:
+            raise CapacityError(f"{self.name}: no memory") from exc
         finally:
             self._busy.release()
 
@@ -301,34 +304,23 @@ class Context:
         self._mix = mix
 
     def _checked_tokens(self, tokens: ArrayLike) -> NDArray[np.int32]:
-        try:
-            ids = np.asarray(tokens)
-        except (ValueError, OverflowError) as exc:  # lists of unlike lengths and their like
-            raise InvalidRequestError(
-                f"expected a flat sequence of token ids, got {exc}", param="tokens"
-            ) from exc
-        if ids.size == 0 and ids.ndim == 1:
-            return np.empty(0, np.int32)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InvalidRequestError(
-                f"expected a flat sequence of token ids, got {ids.ndim} dimensions of {ids.dtype}",
-                param="tokens",
-            )
-        if self.n_past + len(ids) > self.n_ctx:
+        flat = _flat(tokens)
+        if self.n_past + len(flat) > self.n_ctx:
             raise ContextLengthError(
                 f"expected at most {self.n_ctx - self.n_past} more tokens in a context of "
-                f"{self.n_ctx}, got {len(ids)}",
+                f"{self.n_ctx}, got {len(flat)}",
                 param="tokens",
                 hint="a larger n_ctx takes more",
             )
         n_vocab = self.model.hparams.n_vocab
-        values = ids.tolist()  # for the one token of a decode cheaper than two reductions
-        if min(values) < 0 or max(values) >= n_vocab:
+        # For the one token of a decode lists cost less than numpy's reductions.
+        ids = flat.tolist() if isinstance(flat, np.ndarray) else flat
+        if ids and (min(ids) < 0 or max(ids) >= n_vocab):
             raise InvalidRequestError(
-                f"expected token ids from 0 to {n_vocab - 1}, got {min(values)} to {max(values)}",
+                f"expected token ids from 0 to {n_vocab - 1}, got {min(ids)} to {max(ids)}",
                 param="tokens",
             )
-        return ids.astype(np.int32)
+        return np.array(ids, np.int32)
 
     def _decode(self, ids: NDArray[np.int32], *, last_only: bool) -> NDArray[np.float32]:
         start, parts = self._n_past, []
@@ -358,3 +350,23 @@ class Context:
             self._runner.clear_cells(n_tokens)
             self._spoiled = n_tokens > 0
         self._n_past = n_tokens
+
+
+def _flat(tokens: ArrayLike) -> Sequence[int] | NDArray[Any]:
+    """A flat sequence of integers, not looked at yet; InvalidRequestError for all else."""
+    if isinstance(tokens, list | tuple) and all(type(token) is int for token in tokens):
+        return tokens
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, OverflowError) as exc:  # lists of unlike lengths and their like
+        raise InvalidRequestError(
+            f"expected a flat sequence of token ids, got {exc}", param="tokens"
+        ) from exc
+    if ids.ndim == 1 and ids.size == 0:
+        return ()
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            f"expected a flat sequence of token ids, got {ids.ndim} dimensions of {ids.dtype}",
+            param="tokens",
+        )
+    return ids

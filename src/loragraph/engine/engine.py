@@ -35,10 +35,12 @@ from loragraph.engine.registry import Generation, Registry
 from loragraph.engine.request import Event, Request, Result, Score
 from loragraph.engine.residency import Residency
 from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.session import load_cells, save_cells
 from loragraph.engine.table import AdapterRow, EngineStats, adapter_rows
 from loragraph.engine.thread import EngineThread
 from loragraph.errors import LifecycleError, LoragraphError
 from loragraph.graph.lowrank.routed import RoutedLowering
+from loragraph.graph.lowrank.stacked import StackedLowering
 
 MAX_CELLS = 1 << 24
 MAX_SLOTS = 4096
@@ -76,7 +78,7 @@ class Engine:
         A model given as a path is loaded and closed with the engine. Raises what is wrong with the
         model or an adapter's header.
         """
-        choice(lowering, "lowering", ("routed",))  # the others have one set of adapters a batch
+        choice(lowering, "lowering", ("routed", "stacked"))  # branch: one set of adapters a batch
         choice(kv_type, "kv_type", tuple(KV_TYPES))
         choice(attention, "attention", ATTENTIONS)
         n_slots = integer(max_adapters, "max_adapters", 1, MAX_SLOTS)
@@ -99,7 +101,7 @@ class Engine:
         self._loader = AdapterLoader(self.model, self._on_load)
         try:
             self.registry = Registry(self._loader.read_header, adapter_dir)
-            slots = self._make_runner(kv_type, attention, n_threads, n_slots)
+            slots = self._make_runner(lowering, kv_type, attention, n_threads, n_slots)
         except BaseException:
             self._release_model()
             raise
@@ -308,6 +310,26 @@ class Engine:
             )
         )
 
+    def save_session(self, path: str | os.PathLike[str]) -> int:
+        """Saves what the prefix tree holds to a file; how many tokens. No step runs meanwhile.
+
+        ConfigError where it cannot be written; an older file of that name is then as it was.
+        """
+        self._check_open()
+        model, scheduler = self.model.fingerprint, self._core.scheduler
+        return self._thread.call(lambda: save_cells(path, scheduler, self._runner, model))
+
+    def load_session(self, path: str | os.PathLike[str]) -> int:
+        """Takes saved cells into the prefix tree, as many as are free; how many.
+
+        Requests hit them as if computed here. FormatError for a file that is damaged, or of another
+        model, kv_type or layout of cells.
+        """
+        self._check_open()
+        model, scheduler = self.model.fingerprint, self._core.scheduler
+        n_vocab = self.model.hparams.n_vocab
+        return self._thread.call(lambda: load_cells(path, scheduler, self._runner, model, n_vocab))
+
     # -- life -------------------------------------------------------------------------------------
 
     @property
@@ -340,21 +362,26 @@ class Engine:
     # -- inside -----------------------------------------------------------------------------------
 
     def _make_runner(
-        self, kv_type: KvType, attention: AttentionName, n_threads: int | None, n_slots: int
-    ) -> RoutedLowering:
+        self,
+        name: LoweringName,
+        kv_type: KvType,
+        attention: AttentionName,
+        n_threads: int | None,
+        n_slots: int,
+    ) -> RoutedLowering | StackedLowering:
         """Makes the runner, and gives the lowering that holds its adapters."""
         with memory_errors(self._name):
             lowering, self._runner = make_runner(
                 self.model,
                 self.config.n_cells,
                 self.config.max_batch_tokens,
-                "routed",
+                name,
                 kv_type,
                 attention,
                 self.model.n_threads if n_threads is None else n_threads,
                 n_slots,
             )
-        assert isinstance(lowering, RoutedLowering)
+        assert isinstance(lowering, RoutedLowering | StackedLowering)
         return lowering
 
     def _hold(self, generation: Generation, *, pin: bool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +16,19 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, BaseTarget, TargetKind
 from loragraph.adapters.gguf import read_adapter
 from loragraph.engine.options import memory_errors, threads
-from loragraph.errors import InvalidRequestError, LifecycleError, UnsupportedError
+from loragraph.errors import (
+    InvalidRequestError,
+    LifecycleError,
+    LoragraphError,
+    UnsupportedError,
+)
 from loragraph.ggml.gguf import Scalar
 from loragraph.ggml.handles import CpuBackend
 from loragraph.ggml.lib import Library, load_library
 from loragraph.graph.arch import Family, family_of
 from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
+from loragraph.model.fingerprint import fingerprint
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.weights import Progress, Use, Weights
 from loragraph.vocab.chat import ChatTemplate
@@ -107,35 +115,22 @@ class Model:
         progress: Progress | None,
         check_tensors: bool,
     ) -> Self:
-        files = ModelFiles(lib, path)
-        owned: list[ModelFiles | Vocab | CpuBackend | Weights] = [files]
-        try:
-            kind = files.metadata.string("general.type", default="model")
-            if kind != "model":
-                raise UnsupportedError(
-                    f"{files.path}: expected a base model, got general.type '{kind}'",
-                    what=f"general.type {kind}",
-                    hint="an adapter is given beside its base",
-                )
-            family_class = family_of(files.metadata.string("general.architecture"))
-            hparams = read_hparams(files.metadata, family_class.rope_mode)
-            backend = CpuBackend(lib, n_threads)
-            owned.append(backend)
-            device = lib.c.ggml_backend_get_device(backend.ptr)
-            weights = Weights(lib, files, device, repack)
-            owned.append(weights)
-            family = family_class(hparams, weights)
-            weights.check_all_read()
-            vocab = Vocab.from_file(lib, files.metadata)
-            owned.append(vocab)
+        with ExitStack() as undo:
+            parts = _prepare(lib, path, n_threads, repack, undo)
             if check_tensors:
-                weights.check_values()
-            weights.place(progress)
-            return cls(lib, files, weights, family, hparams, vocab, backend)
-        except BaseException:
-            for one in reversed(owned):
-                one.close()
-            raise
+                parts.weights.check_values()
+            parts.weights.place(progress)
+            model = cls(
+                lib,
+                parts.files,
+                parts.weights,
+                parts.family,
+                parts.hparams,
+                parts.vocab,
+                parts.backend,
+            )
+            undo.pop_all()
+            return model
 
     @property
     def n_threads(self) -> int:
@@ -231,6 +226,11 @@ class Model:
                 hint="the threads of ggml do not survive a fork: load the model there",
             )
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells this model from others, for what is saved of it; see model/fingerprint.py."""
+        return fingerprint(self.lib, self.weights.files)
+
     def check_files(self) -> None:
         """Raises GGUFError where a mapped file has become shorter; see `load`."""
         self.weights.files.check_sizes()
@@ -259,6 +259,13 @@ class Model:
                 )
             if self._closed:
                 return
+            for adapter in self._adapters:  # before anything is closed: all or nothing
+                if adapter.attached_to:
+                    raise LifecycleError(
+                        f"the model was closed while {adapter!r} is attached to "
+                        f"{', '.join(adapter.attached_to)}",
+                        hint="detach it there first",
+                    )
             self.vocab.close()  # raises while another thread is in one of its calls
             self._closed = True
             adapters = tuple(self._adapters)
@@ -284,6 +291,57 @@ class Model:
     def _forget(self, adapter: Adapter) -> None:
         with self._lock:
             self._adapters.pop(adapter, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """All of a model but the values of its weights."""
+
+    files: ModelFiles
+    backend: CpuBackend
+    weights: Weights
+    family: Family
+    hparams: HParams
+    vocab: Vocab
+
+
+def load_problem(lib: Library, path: str | os.PathLike[str]) -> LoragraphError | None:
+    """Why `Model.load` would refuse a file, None where nothing speaks against it.
+
+    From headers and vocabulary alone: no weight is read.
+    """
+    try:
+        with memory_errors(str(path)), ExitStack() as stack:
+            _prepare(lib, path, 1, True, stack)
+    except LoragraphError as error:
+        return error
+    return None
+
+
+def _prepare(
+    lib: Library, path: str | os.PathLike[str], n_threads: int, repack: bool, stack: ExitStack
+) -> _Parts:
+    """Reads and checks all but the weights; `stack` owns what was opened, last in first out."""
+    files = ModelFiles(lib, path)
+    stack.callback(files.close)
+    kind = files.metadata.string("general.type", default="model")
+    if kind != "model":
+        raise UnsupportedError(
+            f"{files.path}: expected a base model, got general.type '{kind}'",
+            what=f"general.type {kind}",
+            hint="an adapter is given beside its base",
+        )
+    family_class = family_of(files.metadata.string("general.architecture"))
+    hparams = read_hparams(files.metadata, family_class.rope_mode)
+    backend = CpuBackend(lib, n_threads)
+    stack.callback(backend.close)
+    weights = Weights(lib, files, lib.c.ggml_backend_get_device(backend.ptr), repack)
+    stack.callback(weights.close)
+    family = family_class(hparams, weights)
+    weights.check_all_read()
+    vocab = Vocab.from_file(lib, files.metadata)
+    stack.callback(vocab.close)
+    return _Parts(files, backend, weights, family, hparams, vocab)
 
 
 def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:

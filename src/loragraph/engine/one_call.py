@@ -32,6 +32,8 @@ def generate(
     `adapters` maps adapters, or their paths, to user scales. The rest is as for `Model.load`,
     `Context` and `Context.stream`. For more than one text, keep a Model and a Context instead.
     """
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise TypeError(f"expected a mapping of adapters to scales, got {adapters!r:.80}")
     with ExitStack() as stack:
         if not isinstance(model, Model):
             model = stack.enter_context(Model.load(model, n_threads=n_threads))

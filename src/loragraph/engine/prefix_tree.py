@@ -113,14 +113,23 @@ class PrefixTree:
                 node, start = child, start + n
         return n_matched
 
-    def insert(self, node: Node, key: EdgeKey, tokens: Sequence[int], runs: Sequence[Run]) -> Node:
+    def insert(
+        self,
+        node: Node,
+        key: EdgeKey,
+        tokens: Sequence[int],
+        runs: Sequence[Run],
+        *,
+        computed: bool = True,
+    ) -> Node:
         """Adds tokens behind `node`, where the caller stands; returns its new place, their end.
 
         There must be no such edge yet (`has_edge`). A leaf that only the caller uses grows.
+        Tokens that come from elsewhere do not count as computed.
         """
         assert not self.has_edge(node, key, tokens[0]), "this edge is there already"
         n = len(tokens)
-        self.stats.n_computed += n
+        self.stats.n_computed += n if computed else 0
         self.stats.n_cached += n
         mine = node.ref_count == 1 and not node.children and node.key == key
         if mine and node is not self.root:

@@ -25,7 +25,7 @@ from loragraph.graph.attention.base import Attention, AttentionGraph
 from loragraph.graph.batch import Batch
 from loragraph.graph.builder import Builder
 from loragraph.graph.inputs import Inputs, InputSpec
-from loragraph.graph.kv_cache import KvCache
+from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
 
 MAX_GRAPHS = 16
@@ -67,6 +67,7 @@ class KeptGraph:
     lowering: GraphLowering  # these two keep the custom nodes' structs alive
     attention: AttentionGraph
     n_nodes: int
+    plan: Any = field(init=False)  # making one walks the whole graph
     values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
 
 
@@ -113,7 +114,7 @@ class Runner:
         n_kv = self._attention.n_kv(batch, self._cache.n_cells)
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
-        self._backend.compute(graph.graph)
+        self._backend.compute(graph.graph, graph.plan)
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
         return graph.values.copy() if copy else graph.values
@@ -125,6 +126,19 @@ class Runner:
     def zero_cells(self, cells: NDArray[np.int64]) -> None:
         """Zeroes these cells, (n,) i64."""
         self._cache.zero(cells)
+
+    @property
+    def cell_format(self) -> CellFormat:
+        """What the bytes of a cell mean."""
+        return self._cache.cell_format
+
+    def read_cells(self, cells: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Bytes of these cells, (n,) i64: (n, bytes_per_cell), see KvCache.read."""
+        return self._cache.read(cells)
+
+    def write_cells(self, cells: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Fills these cells with what `read_cells` gave."""
+        self._cache.write(cells, rows)
 
     def drop_graphs(self) -> None:
         """Drops every kept graph."""
@@ -159,6 +173,7 @@ class Runner:
             return graph
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
         self._place(graph)
+        graph.plan = self._backend.plan(graph.graph)
         n_vocab, n_outputs = graph.logits.ne[:2]
         graph.values = array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab)
         self._graphs[key] = graph

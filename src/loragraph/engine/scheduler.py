@@ -83,6 +83,11 @@ class Scheduler:
         return self._n_waiting
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step was scheduled and neither completed nor failed: its cells hold nothing."""
+        return self._in_step
+
+    @property
     def stats(self) -> SchedulerStats:
         """Counts of now and since the start."""
         tree = self.tree.stats

@@ -175,7 +175,7 @@ class Buffer(Handle):
         return int(self.lib.c.ggml_backend_buffer_get_size(self.ptr))
 
     def prefer_huge_pages(self) -> None:
-        """For a large buffer that is filled whole, before anything is written to it."""
+        """For a large buffer of the process's own, once it is filled."""
         prefer_huge_pages(self.base, self.nbytes)
 
     def use_for_weights(self) -> None:
@@ -207,19 +207,28 @@ class CpuBackend(Handle):
         self.n_threads = n_threads
         lib.c.ggml_backend_cpu_set_n_threads(self.ptr, n_threads)
         self._work = _aligned_bytes(0)
+        self._work_data = ffi.NULL
 
-    def compute(self, graph: Any) -> None:
-        """Runs a graph whose tensors all have memory; BackendError with ggml's status.
+    def plan(self, graph: Any) -> Any:
+        """How to divide a graph whose tensors all have memory; for any number of computes."""
+        _ = self.ptr  # raises after close
+        plan = self.lib.c.ggml_graph_plan(graph, self.n_threads, ffi.NULL)
+        return ffi.new("struct ggml_cplan *", plan)
+
+    def compute(self, graph: Any, plan: Any = None) -> None:
+        """Runs a graph by its plan, made here if need be; BackendError with ggml's status.
 
         Does what ggml_backend_graph_compute does, with work memory of our own: the backend ends
         the process where it cannot allocate it.
         """
-        lib, _ = self.lib, self.ptr  # raises after close
-        plan = lib.c.ggml_graph_plan(graph, self.n_threads, lib.ffi.NULL)
+        _ = self.ptr  # raises after close
+        if plan is None:
+            plan = self.plan(graph)
         if plan.work_size > len(self._work):
             self._work = _aligned_bytes(plan.work_size)
-        plan.work_data = lib.ffi.cast("uint8_t *", self._work.ctypes.data)
-        check_status(lib.c.ggml_graph_compute(graph, lib.ffi.addressof(plan)), "graph_compute")
+            self._work_data = ffi.cast("uint8_t *", self._work.ctypes.data)
+        plan.work_data = self._work_data
+        check_status(self.lib.c.ggml_graph_compute(graph, plan), "graph_compute")
 
     def _free(self, ptr: Any) -> None:
         self.lib.c.ggml_backend_free(ptr)

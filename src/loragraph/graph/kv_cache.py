@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,6 +13,15 @@ from loragraph.ggml.lib import Library
 from loragraph.model.hparams import HParams
 
 _ALIGNMENT = 64  # of each tensor's cells
+
+
+@dataclass(frozen=True, slots=True)
+class CellFormat:
+    """What the bytes of a cell mean: K and V of each layer in turn."""
+
+    kv_type: int  # ggml type number
+    v_transposed: bool
+    bytes_per_cell: int
 
 
 class KvCache:
@@ -60,6 +72,34 @@ class KvCache:
                 values.reshape(v.ne[1], self.n_cells, -1)[:, cells] = 0
             else:
                 values.reshape(self.n_cells, -1)[cells] = 0
+
+    @property
+    def cell_format(self) -> CellFormat:
+        """The format of a row of `read`."""
+        n_bytes = sum(len(self._bytes(part)) for part in (*self.k, *self.v))
+        return CellFormat(self.type, self.v_transposed, n_bytes // self.n_cells)
+
+    def read(self, cells: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Bytes of these cells, (n,) i64: (n, bytes_per_cell), K and V of each layer in turn."""
+        parts = [part[:, cells].swapaxes(0, 1).reshape(len(cells), -1) for part in self._parts()]
+        return np.concatenate(parts, axis=1)
+
+    def write(self, cells: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Fills these cells with what `read` gave."""
+        at = 0
+        for part in self._parts():
+            n_groups, _, n_bytes = part.shape
+            width = n_groups * n_bytes
+            values = rows[:, at : at + width].reshape(len(cells), n_groups, n_bytes)
+            part[:, cells] = values.swapaxes(0, 1)
+            at += width
+
+    def _parts(self) -> Iterator[NDArray[np.uint8]]:
+        """K and V of each layer as (groups, n_cells, bytes): one group, or one a value of V."""
+        for k, v in zip(self.k, self.v, strict=True):
+            yield self._bytes(k).reshape(1, self.n_cells, -1)
+            n_groups = v.ne[1] if self.v_transposed else 1
+            yield self._bytes(v).reshape(n_groups, self.n_cells, -1)
 
     @staticmethod
     def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:

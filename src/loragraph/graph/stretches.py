@@ -7,6 +7,7 @@ a half-open range of it; so a prefix that many sequences share is named, and rea
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,12 @@ Runs = Sequence[tuple[int, int]]
 View = tuple[int, int, int, int, int]
 """(stretch, first row, n rows, position of the first row, end): these rows, at consecutive
 positions, see the stretch up to and with their own position, but no position from `end` on."""
+
+
+_ZERO = np.zeros(1, np.int32)
+_FROM_0_TO_1 = np.array([0, 1], np.int32)
+for _shared in (_ZERO, _FROM_0_TO_1):
+    _shared.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,8 @@ class Stretches:
     @property
     def end_cell(self) -> int:
         """Behind the highest cell of any run: the cells that a mask has to have."""
-        return int((self.run_start + self.run_length).max(initial=0))
+        # Runs are few: lists cost less than numpy's reductions.
+        return max(map(operator.add, self.run_start.tolist(), self.run_length.tolist()), default=0)
 
     @classmethod
     def of_views(cls, runs: Sequence[Runs], first: Sequence[int], views: list[View]) -> Stretches:
@@ -89,6 +97,9 @@ class Stretches:
     @classmethod
     def of_one(cls, first: int, n_tokens: int) -> Stretches:
         """One sequence that fills cells in order: one run [0, first + n_tokens)."""
+        if n_tokens == 1:  # a decode, where each array made costs a microsecond or more
+            end = np.array([first + 1], np.int32)
+            return cls(_FROM_0_TO_1, _ZERO, end, _ZERO, _FROM_0_TO_1, _ZERO, _ZERO, end)
         rows = np.arange(n_tokens, dtype=np.int32)
         return cls(
             np.array([0, 1], np.int32),

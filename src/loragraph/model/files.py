@@ -15,8 +15,20 @@ from loragraph.errors import BackendError, GGUFError, LifecycleError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
 
-_SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _MAX_SPLITS = 65535
+
+
+def split_paths(path: Path) -> list[Path]:
+    """All files of the split model that `path` names a part of, in order; [path] for another name.
+
+    The name alone decides: nothing is opened.
+    """
+    match = _SPLIT_NAME.match(path.name)
+    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
+        return [path]
+    stem, count = match["stem"], int(match["count"])
+    return [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 
 class ModelFiles:
@@ -97,18 +109,14 @@ class ModelFiles:
         if count <= 1:
             return []
         number = self.metadata.integer("split.no", high=_MAX_SPLITS)
-        match = _SPLIT_NAME.search(self.path.name)
-        if number != 0 or match is None or (int(match[1]), int(match[2])) != (1, count):
+        first, *paths = split_paths(self.path)
+        if number != 0 or self.path != first or len(paths) != count - 1:
             raise GGUFError(
                 f"expected the first part of a model split in {count}, named "
                 f"…-00001-of-{count:05}.gguf, got part {number + 1}",
                 path=self.path,
                 hint="give the path of the first part",
             )
-        paths = [
-            self.path.with_name(f"{self.path.name[: match.start()]}-{i:05}-of-{count:05}.gguf")
-            for i in range(2, count + 1)
-        ]
         for i, path in enumerate(paths, start=1):
             with GGUFFile(self._lib, path) as part:
                 self._add_part(part, i, count)

@@ -206,6 +206,8 @@ class Weights:
         self.files.check_sizes()
         for buffer in self._buffers:
             buffer.use_for_weights()
+            if buffer not in mapped.values():
+                buffer.prefer_huge_pages()
 
     def _reserve(self) -> dict[str, tuple[Buffer, int]]:
         """One buffer for all weights of a buffer type; buffer and offset of each that is copied.
@@ -227,7 +229,6 @@ class Weights:
         buffers: dict[Any, Buffer] = {}
         for buft, nbytes in sizes.items():
             buffers[buft] = self._keep(Buffer.allocate(self.lib, nbytes, buft, clear=False))
-            buffers[buft].prefer_huge_pages()
         return {name: (buffers[buft], start) for name, (buft, start) in offsets.items()}
 
     def _copy(self, weight: Weight, buffer: Buffer, offset: int) -> None:

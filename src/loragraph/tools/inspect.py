@@ -6,7 +6,6 @@ Reads headers, and of an adapter the values too; weights of a base are never rea
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,11 +18,11 @@ from loragraph.adapters.checks import type_name
 from loragraph.adapters.draft import Draft, read_draft
 from loragraph.adapters.gguf import check_adapter, read_adapter
 from loragraph.adapters.report import coverage, target_class
+from loragraph.engine.model import load_problem
 from loragraph.errors import ConfigError, GGUFError, LoragraphError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
-
-_SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+from loragraph.model.files import split_paths
 
 
 def inspect_file(
@@ -31,7 +30,7 @@ def inspect_file(
 ) -> dict[str, Any]:
     """Facts of a base or an adapter, told apart by the file itself ("kind").
 
-    An adapter's "problems" are what a load would refuse; without `base`, as far as the file alone
+    "problems" are what a load would refuse; an adapter's, without `base`, as far as the file alone
     shows it. LoragraphError where a file is no readable GGUF.
     """
     with GGUFFile(lib, path) as file:
@@ -51,17 +50,6 @@ def read_base_info(lib: Library, path: Path) -> BaseInfo:
     with ExitStack() as stack:
         files = [stack.enter_context(GGUFFile(lib, part)) for part in split_paths(path)]
         return base_info_from_gguf(*files)
-
-
-def split_paths(path: Path) -> list[Path]:
-    """All files of the split model that `path` is a part of, in order; [path] where it is none."""
-    match = _SPLIT_NAME.match(path.name)
-    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
-        return [path]
-    count = int(match["count"])
-    return [
-        path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)
-    ]
 
 
 def _is_adapter(file: GGUFFile) -> bool:
@@ -88,6 +76,9 @@ def _describe_base(lib: Library, file: GGUFFile) -> dict[str, Any]:
             facts = {"architecture": info.arch, "name": info.name, "tied": info.tied}
         except LoragraphError as error:
             problems.append(error)
+    if not problems:
+        problem = load_problem(lib, files[0].path)
+        problems += [problem] if problem is not None else []
     tensors = [tensor for part in files for tensor in part.tensors.values()]
     return {
         "kind": "base",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.adapter import Adapter, scale_of
 from loragraph.adapters.mix import Mix
 from loragraph.errors import BackendError
 from loragraph.ggml.handles import Buffer, Tensor, TensorContext
@@ -30,7 +30,7 @@ from loragraph.model.weights import Weight
 class _BranchPair:
     a: Tensor
     b: Tensor
-    scale: float  # alpha / rank
+    rank: int
 
 
 class _AdapterTensors:
@@ -38,6 +38,7 @@ class _AdapterTensors:
 
     def __init__(self, lib: Library, adapter: Adapter, *, tied: bool) -> None:
         pairs = target_pairs(adapter, tied=tied)
+        self.alpha = adapter.alpha
         self._lib = lib
         self._ctx = TensorContext(lib, 2 * len(pairs))
         self._buffers: list[Buffer] = []
@@ -46,7 +47,7 @@ class _AdapterTensors:
         try:
             for pair in pairs:
                 tensors = _BranchPair(
-                    self._tensor(pair, pair.a), self._tensor(pair, pair.b), pair.scale
+                    self._tensor(pair, pair.a), self._tensor(pair, pair.b), pair.rank
                 )
                 self.by_target.setdefault(pair.target, []).append(tensors)
         except BaseException:
@@ -156,7 +157,7 @@ class _BranchGraph:
 
     def _pairs(self, w: Weight) -> list[tuple[_BranchPair, float]]:
         return [
-            (pair, user_scale * pair.scale)
+            (pair, scale_of(tensors.alpha, pair.rank, user_scale))
             for tensors, user_scale in self._active
             for pair in tensors.by_target.get(w.name, ())
         ]

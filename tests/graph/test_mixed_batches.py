@@ -1,4 +1,4 @@
-"""Batches in which every token carries its own adapters: the routed lowering's reason."""
+"""Batches in which every token carries its own adapters, in each lowering that computes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from loragraph.engine.context import Context
 from loragraph.engine.model import Model
 from loragraph.graph.batch import Batch
 from tests.numerics.compare import nmse
-from tests.numerics.runs import MODES, Logits, open_context, random_tokens
+from tests.numerics.runs import (
+    MIXING,
+    MODES,
+    Logits,
+    LoweringName,
+    open_context,
+    random_tokens,
+)
 from tests.reference.llama import Active, ReferenceLlama
 from tests.tiny import TinyAdapter, TinyLlama
 
@@ -85,9 +92,10 @@ def mixes(setting: Setting) -> list[Mix]:
     return [setting.mix(*row) for row in SCALES.tolist()]
 
 
-def test_each_token_carries_its_own_adapters(setting: Setting) -> None:
+@pytest.mark.parametrize("lowering", MIXING)
+def test_each_token_carries_its_own_adapters(lowering: LoweringName, setting: Setting) -> None:
     """Six mixes in one batch give the reference's logits for a scale a token."""
-    with open_context(setting.model) as context:
+    with open_context(setting.model, lowering=lowering) as context:
         attach_all(context, setting)
         assert mixes(setting)[0] == EMPTY_MIX
         actual = step(context, mixes(setting), WHICH)
@@ -95,41 +103,51 @@ def test_each_token_carries_its_own_adapters(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("outputs", [[23], [0], [3, 7, 8, 22], list(range(0, 24, 2))])
-def test_output_rows_keep_their_adapters(outputs: list[int], setting: Setting) -> None:
+@pytest.mark.parametrize("lowering", MIXING)
+def test_output_rows_keep_their_adapters(
+    lowering: LoweringName, outputs: list[int], setting: Setting
+) -> None:
     """Where only some rows give logits, the last FFN and the head still apply each row's own."""
-    with open_context(setting.model) as context:
+    with open_context(setting.model, lowering=lowering) as context:
         attach_all(context, setting)
         actual = step(context, mixes(setting), WHICH, outputs)
     assert nmse(actual, setting.expected(SCALES[WHICH])[outputs]) <= EXACT_NMSE
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rows_result_does_not_depend_on_the_rest(mode: str, setting: Setting) -> None:
+@pytest.mark.parametrize("lowering", MIXING)
+def test_a_rows_result_does_not_depend_on_the_rest(
+    lowering: LoweringName, mode: str, setting: Setting
+) -> None:
     """The first tokens' bits are the same whatever adapters later tokens of the step carry."""
     n = 10
     alone = [3] * n + [0] * (len(TOKENS) - n)
     mixed = [3] * n + WHICH[n:]
-    with open_context(setting.model, MODES[mode]) as context:
+    with open_context(setting.model, MODES[mode], lowering=lowering) as context:
         attach_all(context, setting)
         expected = step(context, mixes(setting), alone)[:n]
         actual = step(context, mixes(setting), mixed)[:n]
     assert np.array_equal(actual, expected)
 
 
-def test_base_tokens_in_a_mixed_batch_are_the_base(setting: Setting) -> None:
+@pytest.mark.parametrize("lowering", MIXING)
+def test_base_tokens_in_a_mixed_batch_are_the_base(
+    lowering: LoweringName, setting: Setting
+) -> None:
     """Tokens without adapters, before those that have some, give the bits of a base-only step."""
     n = 10
-    with open_context(setting.model) as context:
+    with open_context(setting.model, lowering=lowering) as context:
         expected = step(context, [EMPTY_MIX], [0] * len(TOKENS))[:n]
         attach_all(context, setting)
         actual = step(context, mixes(setting), [0] * n + WHICH[n:])[:n]
     assert np.array_equal(actual, expected)
 
 
-def test_the_order_of_mixes_does_not_matter(setting: Setting) -> None:
+@pytest.mark.parametrize("lowering", MIXING)
+def test_the_order_of_mixes_does_not_matter(lowering: LoweringName, setting: Setting) -> None:
     """How a batch numbers its mixes changes no bit; unused mixes do not either."""
     all_mixes = mixes(setting)
-    with open_context(setting.model) as context:
+    with open_context(setting.model, lowering=lowering) as context:
         attach_all(context, setting)
         expected = step(context, all_mixes, WHICH)
         backwards = [len(all_mixes) - 1 - i for i in WHICH]
@@ -138,18 +156,20 @@ def test_the_order_of_mixes_does_not_matter(setting: Setting) -> None:
         assert np.array_equal(step(context, unused, [i + 1 for i in WHICH]), expected)
 
 
-def test_all_mixes_share_one_graph(setting: Setting) -> None:
-    """A uniform batch and a mixed one of one shape are the same graph."""
-    with open_context(setting.model) as context:
+@pytest.mark.parametrize("lowering", MIXING)
+def test_all_mixes_share_one_graph(lowering: LoweringName, setting: Setting) -> None:
+    """A uniform batch and a mixed one of one shape are the same graph; stacked has one a width."""
+    with open_context(setting.model, lowering=lowering) as context:
         attach_all(context, setting)
         for which in ([1] * len(TOKENS), WHICH, [3] * len(TOKENS), WHICH[::-1]):
             step(context, mixes(setting), which)
-        assert context.counters.n_graphs_built == 1
+        assert context.counters.n_graphs_built == {"routed": 1, "stacked": 2}[lowering]
 
 
-def test_a_mix_in_no_token_builds_the_base_graph(setting: Setting) -> None:
+@pytest.mark.parametrize("lowering", MIXING)
+def test_a_mix_in_no_token_builds_the_base_graph(lowering: LoweringName, setting: Setting) -> None:
     """A batch that lists mixes which no token carries has no low-rank nodes."""
-    with open_context(setting.model) as context:
+    with open_context(setting.model, lowering=lowering) as context:
         step(context, [EMPTY_MIX], [0] * len(TOKENS))
         base = context.counters.n_nodes
         attach_all(context, setting)

@@ -1,0 +1,228 @@
+"""The stacked lowering: ggml's own nodes read per token which slots of stacked adapters apply.
+
+Two products a target, mul_mat_id over A and over B, with slot ids and scales of each token as
+input data: for backends on which a custom node cannot run. A token has `width` places for
+adapters, the widest mix of the step rounded up to a power of two; unused places name slot 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.mix import Mix
+from loragraph.errors import CapacityError, UnsupportedError
+from loragraph.ggml.handles import F32, I32, Tensor
+from loragraph.ggml.lib import Library
+from loragraph.ggml.ops import Ops
+from loragraph.graph.batch import Batch
+from loragraph.graph.inputs import Inputs, InputSpec
+from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet
+from loragraph.graph.lowrank.stacks import StackedSlots, Stacks
+from loragraph.model.weights import Use, Weight
+
+_NODES_PER_WEIGHT = 5  # x as [n_in, 1, n], A x, times scales, B of it, y as one matrix
+_NODES_PER_PLACE = 2  # a place's view and its add
+_TABLE_ROWS = "stacked_table_rows"
+
+
+class StackedLowering:
+    """Products with stacked adapters; `n_slots` of them can be resident at once."""
+
+    name = "stacked"
+
+    def __init__(
+        self,
+        lib: Library,
+        weights: Mapping[str, Weight],
+        n_batch: int,
+        *,
+        tied: bool,
+        n_slots: int = 64,
+        max_mix: int = 16,
+    ) -> None:
+        self._weights = weights
+        self._max_mix = max_mix
+        self._max_width = 1 << (max_mix - 1).bit_length()
+        self._resident = StackedSlots(lib, weights, tied=tied, n_slots=n_slots)
+        self._generation = 0
+        n_values = n_batch * self._max_width
+        specs = {_TABLE_ROWS: InputSpec(I32, n_values)}
+        for rows in RowSet:
+            specs[_ids_name(rows)] = InputSpec(I32, n_values)
+            specs[_scales_name(rows)] = InputSpec(F32, n_values)
+        try:
+            self._inputs = Inputs(lib, specs)
+        except BaseException:
+            self._resident.close()
+            raise
+
+    @property
+    def n_rebuilds(self) -> int:
+        """How often the stacks had to widen."""
+        return self._resident.n_rebuilds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stacks."""
+        return self._resident.stacks.nbytes
+
+    def graph_key(self, batch: Batch) -> Hashable:
+        """Places a token and the stacks that a graph reads; their content is no part of it."""
+        return (self._width(batch), self.n_rebuilds) if batch.adapted else False
+
+    def extra_nodes(self) -> int:
+        """A fixed number for each weight, enough for the widest mix."""
+        return (_NODES_PER_WEIGHT + _NODES_PER_PLACE * self._max_width) * len(self._weights)
+
+    def check(self, mix: Mix) -> None:
+        """Raises for more adapters than a token can carry, and for experts (not stacked yet)."""
+        if len(mix) > self._max_mix:
+            raise CapacityError(
+                f"expected at most {self._max_mix} adapters a token, got {len(mix)}",
+                hint="combine some of them into one adapter",
+            )
+        for adapter in mix.adapters:
+            for target in adapter.pairs:
+                weight = self._weights.get(target)
+                if weight is not None and weight.use is Use.EXPERTS:
+                    raise UnsupportedError(
+                        f"{target}: the stacked lowering has no experts yet",
+                        what="stacked experts",
+                        hint="use lowering='branch'",
+                    )
+
+    def attach(self, mix: Mix) -> None:
+        """Makes the adapters resident."""
+        self._resident.hold(mix.adapters)
+
+    def hold(self, adapters: Iterable[Adapter]) -> None:
+        """Makes exactly these adapters resident, for steps with any mixes of them."""
+        self._resident.hold(adapters)
+
+    def begin(self, batch: Batch) -> GraphLowering:
+        """Nodes for every target that some adapter had, or none for a batch of the base alone."""
+        if not batch.adapted:
+            return NoLowering()
+        return _StackedGraph(self._resident.stacks, self._inputs, self._width(batch))
+
+    def write(self, batch: Batch) -> None:
+        """Writes slots and scales of each token, and of each output row."""
+        if not batch.adapted:
+            return
+        width = self._width(batch)
+        slots, scales = self._places(batch, width)
+        for rows, mix in (
+            (RowSet.TOKENS, batch.mix),
+            (RowSet.OUTPUTS, batch.mix[batch.outputs]),
+        ):
+            n = len(mix) * width
+            self._inputs.view(_ids_name(rows), n).reshape(-1, width)[:] = slots[mix]
+            self._inputs.view(_scales_name(rows), n).reshape(-1, width)[:] = scales[mix]
+        table_rows = self._inputs.view(_TABLE_ROWS, batch.n_tokens * width).reshape(-1, width)
+        table_rows[:] = self._table_rows(slots[batch.mix], batch.tokens)
+
+    def close(self) -> None:
+        """Frees the stacks and the inputs."""
+        self._resident.close()
+        self._inputs.close()
+
+    def _width(self, batch: Batch) -> int:
+        """Places a token, a power of two."""
+        widest = max(len(batch.mixes[i]) for i in set(batch.mix.tolist()))
+        return 1 << (widest - 1).bit_length()
+
+    def _places(self, batch: Batch, width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Slots and scales (n_mixes, width) of the mixes that some token carries."""
+        slots = np.zeros((len(batch.mixes), width), np.int32)
+        scales = np.zeros((len(batch.mixes), width), np.float32)
+        for index in set(batch.mix.tolist()):
+            for place, (adapter, scale) in enumerate(batch.mixes[index]):
+                slots[index, place] = self._resident.slots[adapter]
+                scales[index, place] = scale
+        return slots, scales
+
+    def _table_rows(self, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Rows of the token table's A (n_tokens, width), 0 (zeros) where a slot has no pair."""
+        places = np.full(self._resident.stacks.n_slots, -1, np.int64)
+        for slot, place in self._resident.tables.items():
+            places[slot] = place
+        chosen = places[slots]
+        n_vocab = next((w.ne[1] for w in self._weights.values() if w.use is Use.LOOKUP), 0)
+        return np.where(chosen < 0, 0, 1 + chosen * n_vocab + tokens[:, None])
+
+
+class _Rows(NamedTuple):
+    """One row set's inputs."""
+
+    ids: Tensor  # I32 [width, n]
+    scales: Tensor  # F32 [1, width, n]
+
+
+class _StackedGraph:
+    """The nodes of one graph."""
+
+    def __init__(self, stacks: Stacks, inputs: Inputs, width: int) -> None:
+        self._targets = stacks.targets
+        self._inputs = inputs
+        self._width = width
+        self._rows: dict[RowSet, _Rows] = {}
+
+    def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
+        stack = self._targets.get(w.name)
+        if stack is None:
+            return y
+        n_in, n = x.ne[:2]
+        inputs = self._rows_of(ops, rows, n)
+        h = ops.mul_mat_id(stack.a, ops.reshape(x, n_in, 1, n), inputs.ids)
+        return self._add_delta(ops, stack.b, h, inputs, y)
+
+    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        """Adapters on experts are refused in `StackedLowering.check`."""
+        return y
+
+    def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
+        stack = self._targets.get(w.name)
+        if stack is None:
+            return y
+        n = ids.ne[0]
+        table_rows = self._inputs.tensor(ops.ctx, _TABLE_ROWS, self._width * n)
+        h = ops.reshape(ops.get_rows(stack.a, table_rows), stack.a.ne[0], self._width, n)
+        return self._add_delta(ops, stack.b, h, self._rows_of(ops, RowSet.TOKENS, n), y)
+
+    def bind(self) -> None:
+        """ggml's own nodes need no addresses."""
+
+    def _add_delta(self, ops: Ops, b: Tensor, h: Tensor, rows: _Rows, y: Tensor) -> Tensor:
+        """y F32 [n_out, n] + the sum over a token's places of B (scale h), h [rank, width, n].
+
+        The places are summed in a mix's canonical order.
+        """
+        delta = ops.mul_mat_id(b, ops.mul(h, rows.scales), rows.ids)
+        n_out, n = y.ne[:2]
+        if self._width == 1:
+            return ops.add(y, ops.reshape(delta, n_out, n))
+        row_bytes = 4 * n_out
+        for place in range(self._width):
+            one = ops.view(delta, (n_out, n), (self._width * row_bytes,), place * row_bytes)
+            y = ops.add(y, one)
+        return y
+
+    def _rows_of(self, ops: Ops, rows: RowSet, n: int) -> _Rows:
+        if rows not in self._rows:
+            ids = self._inputs.tensor(ops.ctx, _ids_name(rows), self._width, n)
+            scales = self._inputs.tensor(ops.ctx, _scales_name(rows), 1, self._width, n)
+            self._rows[rows] = _Rows(ids, scales)
+        return self._rows[rows]
+
+
+def _ids_name(rows: RowSet) -> str:
+    return f"stacked_ids_{rows.value}"
+
+
+def _scales_name(rows: RowSet) -> str:
+    return f"stacked_scales_{rows.value}"
