@@ -126,12 +126,14 @@ MIXES: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("attention", ["cells", "flash"])
+@pytest.mark.parametrize(
+    ("attention", "lowering"), [("cells", "routed"), ("flash", "routed"), ("cells", "stacked")]
+)
 def test_a_mixed_batch_agrees_with_the_low_level_interface(
-    attention: Any, model: Model, files: Files, oracle: Oracle
+    attention: Any, lowering: Any, model: Model, files: Files, oracle: Oracle
 ) -> None:
     """Requests with unlike prompts and mixes, together: each as one sequence alone."""
-    with Engine(model, files.paths, n_ctx=2048, attention=attention) as engine:
+    with Engine(model, files.paths, n_ctx=2048, attention=attention, lowering=lowering) as engine:
         requests = [Request(PROMPT[i:], mix, GREEDY) for i in range(3) for mix in MIXES]
         results = engine.generate_batch(requests)
         for request, result in zip(requests, results, strict=True):
