@@ -307,6 +307,24 @@ def test_a_flood_of_one_adapter_cannot_starve_another() -> None:
     engine.check_idle()
 
 
+def test_flows_take_turns() -> None:
+    """With F flows waiting, a new one's first request comes after at most F - 1 of the others."""
+    engine = engine_with("a", "b", "c", max_sequences=1)
+    flood = [
+        engine.submit([i, *PROMPT], mix, max_tokens=1)
+        for i in range(20)
+        for mix in ({}, {"a": 1.0}, {"b": 1.0})
+    ]
+    for _ in range(6):
+        engine.step()
+    n_before = sum(one.ended for one in flood)
+    new = engine.submit(PROMPT, {"c": 1.0}, max_tokens=1)
+    while not new.ended:
+        engine.step()
+    n_seats_and_loads = 2  # one may run already, and others go on while c loads
+    assert sum(one.ended for one in flood) - n_before <= 3 + n_seats_and_loads
+
+
 def test_a_thousand_adapters_run_over_sixteen_slots() -> None:
     """No request is lost, no budget is passed, and nobody waits for ever."""
     engine = FakeEngine(n_slots=16, max_sequences=8)

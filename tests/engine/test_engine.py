@@ -126,12 +126,14 @@ MIXES: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("attention", ["cells", "flash"])
+@pytest.mark.parametrize(
+    ("attention", "lowering"), [("cells", "routed"), ("flash", "routed"), ("cells", "stacked")]
+)
 def test_a_mixed_batch_agrees_with_the_low_level_interface(
-    attention: Any, model: Model, files: Files, oracle: Oracle
+    attention: Any, lowering: Any, model: Model, files: Files, oracle: Oracle
 ) -> None:
     """Requests with unlike prompts and mixes, together: each as one sequence alone."""
-    with Engine(model, files.paths, n_ctx=2048, attention=attention) as engine:
+    with Engine(model, files.paths, n_ctx=2048, attention=attention, lowering=lowering) as engine:
         requests = [Request(PROMPT[i:], mix, GREEDY) for i in range(3) for mix in MIXES]
         results = engine.generate_batch(requests)
         for request, result in zip(requests, results, strict=True):
@@ -409,6 +411,32 @@ def test_closing_ends_or_drains(model: Model, files: Files) -> None:
             engine.stats()
     users = [name for adapter in model.adapters for name in adapter.attached_to]
     assert "the engine" not in users
+
+
+def test_closing_while_threads_submit_leaves_nobody_waiting(model: Model, files: Files) -> None:
+    """Each request ends with a result or a LifecycleError."""
+    engine = Engine(model, files.paths, n_ctx=512, max_adapters=1)
+    outcomes: list[object] = []
+
+    def work(i: int) -> None:
+        for k in range(100):
+            try:
+                name = "abc"[(i + k) % 3]
+                outcomes.append(engine.generate(PROMPT, GREEDY, adapters={name: 1.0}))
+            except LifecycleError as error:
+                outcomes.append(error)
+                return
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    while len(outcomes) < 10:
+        threads[0].join(0.01)
+    engine.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert {type(one) for one in outcomes} == {Result, LifecycleError}
 
 
 def test_an_adapter_given_in_memory_stays_the_callers(model: Model, files: Files) -> None:
