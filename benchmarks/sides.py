@@ -1,9 +1,10 @@
 """The two engines that a benchmark compares, behind one small interface.
 
 A round is one prefill of fresh tokens, logits of the last one alone, then single-token decodes, on
-the same settings: flash attention, F16 cells, 512 tokens a step. libllama is called through
-llama-cpp-python's low-level functions with the batch made beforehand, so its Python part is one
-call a step.
+the same settings: F16 cells, 512 tokens a step. "routed" is what a context does by default, with
+attention over cells; "flash" and "branch" use ggml's flash attention, as libllama does. libllama is
+called through llama-cpp-python's low-level functions with the batch made beforehand, so its Python
+part is one call a step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import loragraph
 from loragraph.ggml.lib import load_library
 
 Clock = Literal["wall", "cpu"]
-SideName = Literal["routed", "branch", "libllama"]
+SideName = Literal["routed", "flash", "branch", "libllama"]
 
 N_BATCH = 512  # tokens that one graph computes, on both sides
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -70,7 +71,9 @@ def open_side(name: SideName, base: Path, adapter: Path | None, settings: Settin
     """Loads base and context, then the adapter, which is off at first."""
     if name == "libllama":
         return _Libllama(base, adapter, settings)
-    return _Loragraph(base, adapter, settings, name)
+    if name == "routed":
+        return _Loragraph(base, adapter, settings, "routed", "cells")
+    return _Loragraph(base, adapter, settings, "routed" if name == "flash" else name, "flash")
 
 
 class _Loragraph:
@@ -80,11 +83,16 @@ class _Loragraph:
         adapter: Path | None,
         settings: Settings,
         lowering: Literal["routed", "branch"],
+        attention: Literal["flash", "cells"],
     ) -> None:
         self._now = CLOCKS[settings.clock]
         self._model = loragraph.Model.load(base, n_threads=settings.n_threads)
         self._context = loragraph.Context(
-            self._model, n_ctx=settings.n_ctx, lowering=lowering, n_batch=N_BATCH
+            self._model,
+            n_ctx=settings.n_ctx,
+            lowering=lowering,
+            attention=attention,
+            n_batch=N_BATCH,
         )
         self._adapter = None if adapter is None else self._model.load_adapter(adapter)
 

@@ -91,7 +91,7 @@ def run(
     batch_size: options.BatchSize = 512,
     threads: options.Threads = None,
     kv_type: options.Kv = options.KvType.F16,
-    attention: options.Attention = options.AttentionKind.FLASH,
+    attention: options.Attention = options.AttentionKind.CELLS,
     repack: options.Repack = True,
 ) -> None:
     """Generate text from a prompt: text on standard output, statistics on standard error."""

@@ -64,7 +64,7 @@ class Context:
         n_ctx: int = 2048,
         lowering: LoweringName = "routed",
         kv_type: KvType = "f16",
-        attention: AttentionName = "flash",
+        attention: AttentionName = "cells",
         n_batch: int = 512,
         n_threads: int | None = None,
     ) -> None:

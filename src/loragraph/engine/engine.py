@@ -84,13 +84,7 @@ class Engine:
         n_slots = integer(max_adapters, "max_adapters", 1, MAX_SLOTS)
         if max_adapter_bytes is not None:
             integer(max_adapter_bytes, "max_adapter_bytes", 1, 1 << 62)
-        self.config = SchedulerConfig(
-            n_cells=integer(n_ctx, "n_ctx", 1, MAX_CELLS),
-            max_batch_tokens=integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 16),
-            max_sequences=integer(max_sequences, "max_sequences", 1, 1 << 16),
-            max_waiting=1 << 30,  # those that wait do so before the scheduler
-            max_sequence_tokens=max_sequence_tokens,
-        )
+        self.config = _scheduler_config(n_ctx, max_batch_tokens, max_sequences, max_sequence_tokens)
         max_waiting = integer(max_waiting, "max_waiting", 1, 1 << 30)
         n_threads = None if n_threads is None else threads(n_threads)
         self._owns_model = not isinstance(model, Model)
@@ -417,3 +411,16 @@ def _request(prompt: Prompt, options: dict[str, Any]) -> Request:
     own = {name: options.pop(name) for name in names if name in options}
     params: SamplingParams | None = options.pop("params", None)
     return Request(prompt, params=sampling_params(params, options), **own)  # type: ignore[arg-type]
+
+
+def _scheduler_config(
+    n_ctx: int, max_batch_tokens: int, max_sequences: int, max_sequence_tokens: int | None
+) -> SchedulerConfig:
+    """The checked budgets."""
+    return SchedulerConfig(
+        n_cells=integer(n_ctx, "n_ctx", 1, MAX_CELLS),
+        max_batch_tokens=integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 16),
+        max_sequences=integer(max_sequences, "max_sequences", 1, 1 << 16),
+        max_waiting=1 << 30,  # those that wait do so before the scheduler
+        max_sequence_tokens=max_sequence_tokens,
+    )
