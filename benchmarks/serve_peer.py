@@ -52,7 +52,7 @@ class PeerServer:
     def seconds(
         self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], n_tokens: int
     ) -> float:
-        """Seconds until all requests, sent at once, are answered; RuntimeError where one is short."""
+        """Seconds until requests sent at once are answered; RuntimeError where one is short."""
         assert self._process.stdin is not None
         order = {"prompts": list(prompts), "adapters": list(adapters), "n_tokens": n_tokens}
         self._process.stdin.write(json.dumps(order) + "\n")
