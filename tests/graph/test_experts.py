@@ -112,7 +112,7 @@ def computed(one: Case, folder: Path, scales: Sequence[float], *, scaled: bool) 
         with Buffer.for_tensors(weights_ctx):
             for tensor, values in ((w, W), (w_s, SCALES), (x, one.x), (ids, one.ids)):
                 array_view(lib, tensor)[:] = values.ravel()
-            scale = Weight("scale", w_s, info, Use.VECTOR) if scaled else None
+            factor = Weight("scale", w_s, info, Use.VECTOR) if scaled else None
             graph = lib.c.ggml_new_graph_custom(ctx.ptr, 64, False)
             nothing = cast(Any, None)  # no attention and no tokens in this graph
             builder = Builder(
@@ -121,7 +121,7 @@ def computed(one: Case, folder: Path, scales: Sequence[float], *, scaled: bool) 
                 positions=nothing,
                 out_ids=nothing,
             )
-            y: Tensor = builder.linear_id(Weight(NAME, w, info, Use.EXPERTS, None, scale), x, ids)
+            y: Tensor = builder.linear_id(Weight(NAME, w, info, Use.EXPERTS, None, factor), x, ids)
             lib.c.ggml_set_output(y.ptr)
             allocator.allocate(graph)
             backend.compute(graph)
