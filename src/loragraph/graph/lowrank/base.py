@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from enum import Enum
 from typing import Protocol
 
 from loragraph.adapters.mix import Mix
+from loragraph.errors import CapacityError, UnsupportedError
 from loragraph.ggml.handles import Tensor
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
-from loragraph.model.weights import Weight
+from loragraph.model.weights import Use, Weight
 
 NODES_PER_PAIR_BUDGET = 6
 """Nodes that llama.cpp reserves for one pair of a registered adapter; the branch uses four."""
@@ -83,3 +84,24 @@ class NoLowering:
 
     def bind(self) -> None:
         """Nothing to bind."""
+
+
+def check_mixable(mix: Mix, max_mix: int, weights: Mapping[str, Weight], name: str) -> None:
+    """What `routed` and `stacked` refuse: more than `max_mix` adapters a token, and experts.
+
+    CapacityError or UnsupportedError; `name` is the lowering's.
+    """
+    if len(mix) > max_mix:
+        raise CapacityError(
+            f"expected at most {max_mix} adapters a token, got {len(mix)}",
+            hint="combine some of them into one adapter",
+        )
+    for adapter in mix.adapters:
+        for target in adapter.pairs:
+            weight = weights.get(target)
+            if weight is not None and weight.use is Use.EXPERTS:
+                raise UnsupportedError(
+                    f"{target}: the {name} lowering has no experts yet",
+                    what=f"{name} experts",
+                    hint="use lowering='branch'",
+                )

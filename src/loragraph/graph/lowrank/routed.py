@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
-from loragraph.errors import CapacityError, UnsupportedError
 from loragraph.ggml.handles import F32, Tensor, data_address
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
-from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet
+from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet, check_mixable
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.kernels.lowrank import ExpandNode, GatherNode, Group, LowrankStep, ShrinkNode
-from loragraph.model.weights import Use, Weight
+from loragraph.model.weights import Weight
 
 _NODES_PER_WEIGHT = 3  # shrink, expand, and the view that the in-place expand is
 
@@ -49,20 +48,7 @@ class RoutedLowering:
 
     def check(self, mix: Mix) -> None:
         """Raises for more adapters than a token can carry, and for experts (not routed yet)."""
-        if len(mix) > self._max_mix:
-            raise CapacityError(
-                f"expected at most {self._max_mix} adapters a token, got {len(mix)}",
-                hint="combine some of them into one adapter",
-            )
-        for adapter in mix.adapters:
-            for target in adapter.pairs:
-                weight = self._weights.get(target)
-                if weight is not None and weight.use is Use.EXPERTS:
-                    raise UnsupportedError(
-                        f"{target}: the routed lowering has no experts yet",
-                        what="routed experts",
-                        hint="use lowering='branch'",
-                    )
+        check_mixable(mix, self._max_mix, self._weights, self.name)
 
     def attach(self, mix: Mix) -> None:
         """Makes the adapters resident."""

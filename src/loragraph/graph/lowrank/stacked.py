@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
-from loragraph.errors import CapacityError, UnsupportedError
 from loragraph.ggml.handles import F32, I32, Tensor
 from loragraph.ggml.lib import Library
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
-from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet
+from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet, check_mixable
 from loragraph.graph.lowrank.stacks import StackedSlots, Stacks
 from loragraph.model.weights import Use, Weight
 
@@ -81,20 +80,7 @@ class StackedLowering:
 
     def check(self, mix: Mix) -> None:
         """Raises for more adapters than a token can carry, and for experts (not stacked yet)."""
-        if len(mix) > self._max_mix:
-            raise CapacityError(
-                f"expected at most {self._max_mix} adapters a token, got {len(mix)}",
-                hint="combine some of them into one adapter",
-            )
-        for adapter in mix.adapters:
-            for target in adapter.pairs:
-                weight = self._weights.get(target)
-                if weight is not None and weight.use is Use.EXPERTS:
-                    raise UnsupportedError(
-                        f"{target}: the stacked lowering has no experts yet",
-                        what="stacked experts",
-                        hint="use lowering='branch'",
-                    )
+        check_mixable(mix, self._max_mix, self._weights, self.name)
 
     def attach(self, mix: Mix) -> None:
         """Makes the adapters resident."""
