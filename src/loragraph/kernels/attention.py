@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from loragraph.errors import UnsupportedError
 from loragraph.kernels.library import (
-    address,
+    CustomNode,
     aligned_empty,
     ffi,
-    function_address,
     lib,
     pointer,
 )
@@ -185,7 +184,7 @@ class LayerShape:
                 )
 
 
-class AttendNode:
+class AttendNode(CustomNode):
     """softmax(K q) V of every row: its result, or partials of it."""
 
     function_name: ClassVar[str] = "loragraph_attention_attend"
@@ -199,16 +198,6 @@ class AttendNode:
         self._struct.step = step.struct
         for name in LayerShape.__dataclass_fields__:
             setattr(self._struct, name, getattr(shape, name))
-
-    @property
-    def function(self) -> int:
-        """Address of the custom node's function."""
-        return function_address(self.function_name)
-
-    @property
-    def userdata(self) -> int:
-        """Address of the custom node's user data."""
-        return address(self._struct)
 
     def bind_q(self, q: int, head_stride: int, row_stride: int) -> None:
         """`q` is the address of F32 [n_embd_k, n_head, n_rows]; strides in floats."""
@@ -229,23 +218,14 @@ class AttendNode:
         self._struct.out_stride = stride
 
 
-class ReduceNode:
+class ReduceNode(CustomNode):
     """Combines the partials that an attend node left; runs after it, on the same output."""
 
     function_name: ClassVar[str] = "loragraph_attention_reduce"
 
     def __init__(self, attend: AttendNode) -> None:
         self.attend = attend
-
-    @property
-    def function(self) -> int:
-        """Address of the custom node's function."""
-        return function_address(self.function_name)
-
-    @property
-    def userdata(self) -> int:
-        """Address of the custom node's user data."""
-        return self.attend.userdata
+        self._struct = attend._struct  # one struct describes both nodes
 
 
 def run_attention(attend: AttendNode, n_threads: int = 1) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,3 +96,20 @@ def aligned_empty(n_bytes: int, alignment: int = 64) -> NDArray[np.uint8]:
     whole = np.empty(n_bytes + alignment, np.uint8)
     start = -whole.ctypes.data % alignment
     return whole[start : start + n_bytes]
+
+
+class CustomNode:
+    """Base of the nodes: what ggml's custom operations take. A node sets `_struct`."""
+
+    function_name: ClassVar[str]
+    _struct: Any
+
+    @property
+    def function(self) -> int:
+        """Address of the custom node's function."""
+        return function_address(self.function_name)
+
+    @property
+    def userdata(self) -> int:
+        """Address of the custom node's user data."""
+        return address(self._struct)

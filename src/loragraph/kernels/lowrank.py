@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from loragraph.errors import CapacityError
 from loragraph.kernels.library import (
-    address,
+    CustomNode,
     aligned_empty,
     dispatch,
     ffi,
@@ -138,7 +138,7 @@ class LowrankStep:
         self._struct.n_groups = n_groups
 
 
-class ShrinkNode:
+class ShrinkNode(CustomNode):
     """h = s * A x for all targets that read the same x."""
 
     function_name: ClassVar[str] = "loragraph_lowrank_shrink"
@@ -169,16 +169,6 @@ class ShrinkNode:
         return self._struct
 
     @property
-    def function(self) -> int:
-        """Address of the custom node's function."""
-        return function_address(self.function_name)
-
-    @property
-    def userdata(self) -> int:
-        """Address of the custom node's user data."""
-        return address(self._struct)
-
-    @property
     def floats_per_entry(self) -> int:
         """What the step must reserve for this node with the pairs that are set now."""
         return sum(target.max_rank for target in self.targets)
@@ -189,7 +179,7 @@ class ShrinkNode:
         self._struct.x_stride = x_stride
 
 
-class GatherNode:
+class GatherNode(CustomNode):
     """h = s * a[:, token] for a target that is the token table."""
 
     function_name: ClassVar[str] = "loragraph_lowrank_gather"
@@ -214,16 +204,6 @@ class GatherNode:
         return self._layout
 
     @property
-    def function(self) -> int:
-        """Address of the custom node's function."""
-        return function_address(self.function_name)
-
-    @property
-    def userdata(self) -> int:
-        """Address of the custom node's user data."""
-        return address(self._struct)
-
-    @property
     def floats_per_entry(self) -> int:
         """What the step must reserve for this node with the pairs that are set now."""
         return self.targets[0].max_rank
@@ -233,7 +213,7 @@ class GatherNode:
         self._struct.tokens = ffi.cast("int32_t *", tokens)
 
 
-class ExpandNode:
+class ExpandNode(CustomNode):
     """y[row] += B h for one target of a shrink or gather node that ran just before."""
 
     function_name: ClassVar[str] = "loragraph_lowrank_expand"
@@ -246,16 +226,6 @@ class ExpandNode:
         self._struct = ffi.new("lowrank_expand_node *")
         self._struct.shrink = source.struct
         self._struct.target = target
-
-    @property
-    def function(self) -> int:
-        """Address of the custom node's function."""
-        return function_address(self.function_name)
-
-    @property
-    def userdata(self) -> int:
-        """Address of the custom node's user data."""
-        return address(self._struct)
 
     def bind(self, y: int, y_stride: int) -> None:
         """`y` is the address of F32 [n_out, n_rows], rows `y_stride` floats apart."""
