@@ -135,7 +135,9 @@ VARIANTS = {
             "ensure_weight_tying": True,
         },
     ),
-    "tied_head": Variant("tied", {"r": 2, "lora_alpha": 6, "target_modules": ["v_proj", "lm_head"]}),
+    "tied_head": Variant(
+        "tied", {"r": 2, "lora_alpha": 6, "target_modules": ["v_proj", "lm_head"]}
+    ),
     "tied_tokens": Variant(
         "tied",
         {

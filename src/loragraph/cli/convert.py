@@ -14,8 +14,8 @@ from rich.text import Text
 
 from loragraph.cli.inspect import size
 from loragraph.cli.library import open_library
-from loragraph.tools.convert import OUT_TYPES, Plan, convert
-from loragraph.tools.convert.write import OutType, out_tensors
+from loragraph.tools.convert import Plan, convert
+from loragraph.tools.convert.write import OUT_TYPES, OutType, out_tensors
 
 _SHOWN_WARNINGS = 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,9 +44,10 @@ def modules_of(
     if not tensors:
         raise AdapterFormatError("it holds no tensor", path=path)
     parts: dict[tuple[str, int], dict[Part, StoredTensor]] = {}
-    adapters: set[str] = set()
+    names = {name: take_apart(name) for name in tensors}
+    _check_one_adapter(path, names.values())
     for name, info in tensors.items():
-        named = take_apart(name)
+        named = names[name]
         if not info.nbytes:
             raise AdapterFormatError(
                 "expected values, got an empty tensor: it was saved before its shards were "
@@ -54,8 +55,6 @@ def modules_of(
                 path=path,
                 where=name[:200],
             )
-        if named.adapter:
-            adapters.add(named.adapter)
         found = parts.setdefault(_unwrapped(named), {})
         if named.part in found:
             raise AdapterFormatError(
@@ -63,17 +62,21 @@ def modules_of(
                 path=path,
             )
         found[named.part] = info
-    if len(adapters) > 1:
-        raise UnsupportedError(
-            f"{path}: the names hold several adapters: {', '.join(sorted(adapters)[:5])}",
-            what="several adapters in one file",
-            hint="save each with save_pretrained(selected_adapters=[…])",
-        )
     modules = [Module(name, depth, found) for (name, depth), found in sorted(parts.items())]
     for module in modules:
         _check_complete(path, module, config)
     _check_promises(path, modules, config)
     return modules
+
+
+def _check_one_adapter(path: Path, names: Iterable[Named]) -> None:
+    adapters = sorted({named.adapter for named in names} - {""})
+    if len(adapters) > 1:
+        raise UnsupportedError(
+            f"{path}: the names hold several adapters: {', '.join(adapters[:5])}",
+            what="several adapters in one file",
+            hint="save each with save_pretrained(selected_adapters=[…])",
+        )
 
 
 def _unwrapped(named: Named) -> tuple[str, int]:

@@ -155,6 +155,8 @@ class Names:
             )
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         self._map: Any = gguf.get_tensor_name_map(numbers[arch], facts.n_layer)
+        # What a family keeps fused has no name of its own there; llama's map has all parts.
+        self._parts: Any = gguf.get_tensor_name_map(numbers["llama"], facts.n_layer)
         self._facts = facts
         self._targets = facts.info.targets
 
@@ -162,25 +164,22 @@ class Names:
         """Where the `n_rows` rows of a module's weight stand; AdapterMismatchError for nowhere."""
         self._check_layer(module)
         expert, plain = _without_expert(module)
+        # First, since some families' map gives gate_up_proj the name of up.
+        if split := self._split(plain, n_rows, expert):
+            return split
         name = self.lookup(plain)
         if name is not None and f"{name}.weight" in self._targets:
             return [self._direct(name, n_rows, expert)]
-        for place in (self._split(plain, n_rows, expert), self._fused(name, n_rows, expert)):
-            if place:
-                return place
+        if fused := self._fused(name or self._part(plain), n_rows, expert):
+            return fused
         raise self._nowhere(module, name)
-
-    def vector(self, module: str) -> str | None:
-        """The GGUF name, without suffix, of a module that may be a norm; None for no such name."""
-        return self.lookup(module)
 
     def lookup(self, module: str) -> str | None:
         """The map's answer for the module, whatever wraps the language model."""
-        for path in _spellings(module):
-            found = self._map.get_name(path, try_suffixes=(".weight", ".bias"))
-            if found is not None:
-                return str(found)
-        return None
+        return _find(self._map, module)
+
+    def _part(self, module: str) -> str | None:
+        return _find(self._parts, module)
 
     def _direct(self, name: str, n_rows: int, expert: int | None) -> Place:
         """The tensor itself; a fused gate and up under the name of up holds up's rows last."""
@@ -259,6 +258,14 @@ class Names:
         )
 
 
+def _find(names: Any, module: str) -> str | None:
+    for path in _spellings(module):
+        found = names.get_name(path, try_suffixes=(".weight", ".bias"))
+        if found is not None:
+            return str(found)
+    return None
+
+
 def _without_expert(module: str) -> tuple[int | None, str]:
     match = _EXPERT.match(module)
     if match is None:
@@ -270,10 +277,12 @@ def _spellings(module: str) -> Iterator[str]:
     """The path as it is, and without what multimodal models wrap a language model in."""
     yield module
     for wrapped, plain in (
+        ("model.language_model.model.", "model."),
         ("model.language_model.", "model."),
         ("language_model.model.", "model."),
         ("language_model.", ""),
         ("model.model.", "model."),
+        ("transformer.", ""),
     ):
         if module.startswith(wrapped):
             yield plain + module.removeprefix(wrapped)
