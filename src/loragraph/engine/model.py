@@ -30,6 +30,7 @@ from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
 from loragraph.model.fingerprint import fingerprint
 from loragraph.model.hparams import HParams, read_hparams
+from loragraph.model.rows import WeightRows
 from loragraph.model.weights import Progress, Use, Weights
 from loragraph.vocab.chat import ChatTemplate
 from loragraph.vocab.vocab import Vocab
@@ -202,7 +203,12 @@ class Model:
         self.check_open()
         with memory_errors(str(path)):
             adapter = read_adapter(
-                self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
+                self.lib,
+                path,
+                self.base_info,
+                ignore_norm=ignore_norm,
+                tied_output=tied_output,
+                rows=WeightRows(self.weights),
             )
         return self.adopt_adapter(adapter)
 
