@@ -214,6 +214,11 @@ class Model:
 
     def adopt_adapter(self, adapter: Adapter) -> Adapter:
         """Registers an adapter that was made in memory for this base; closed with the model."""
+        if not all(part.ready for part in adapter.vectors.values()):
+            raise LifecycleError(
+                f"{adapter!r} was read without the base's weights, which its DoRA magnitudes need",
+                hint="load it with Model.load_adapter",
+            )
         adapter.on_close(self._forget)
         with self._lock:
             if not self._closed:
