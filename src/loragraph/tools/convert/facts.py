@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,31 +30,48 @@ class BaseFacts:
     names: tuple[str, ...]  # what the file calls itself and what it was made of
     tensors: Mapping[str, TensorInfo]
 
-    def rows(self, name: str) -> Values:
-        """A weight as f32, (n_out, n_in); that of a tied head is the token table."""
+    def rows(self, name: str, ids: Sequence[int] | None = None) -> Values:
+        """A weight, or the rows `ids` of it, as f32 (n, n_in); a tied head is the token table."""
         import gguf  # here, because importing it is slow
 
         info = self.tensors.get(name)
         if info is None and name == OUTPUT and self.info.tied:
             info = self.tensors[TOKEN_EMBD]
         assert info is not None  # the plan checked it
-        try:
-            with info.path.open("rb") as file:
-                file.seek(info.offset)
-                data = np.frombuffer(file.read(info.nbytes), np.uint8)
-        except OSError as exc:
-            raise GGUFError(f"failed to read: {exc.strerror}", path=info.path) from exc
-        shape = tuple(reversed([n for n in info.ne if n != 1] or [1]))
+        n_in, n_rows = info.ne[0], info.n_elements // info.ne[0]
+        data = _read_rows(info, n_rows, ids)
         try:
             kind = gguf.GGMLQuantizationType(info.type)
-            values = gguf.dequantize(data.reshape(shape[0], -1), kind)
+            values = gguf.dequantize(data, kind)
         except (ValueError, NotImplementedError) as exc:
             raise UnsupportedError(
                 f"{info.path}: {name}: weights of type {info.type} cannot be read here",
                 what=f"type {info.type}",
             ) from exc
-        out: Values = np.ascontiguousarray(values, np.float32).reshape(shape)
+        out: Values = np.ascontiguousarray(values, np.float32).reshape(-1, n_in)
         return out
+
+
+def _read_rows(info: TensorInfo, n_rows: int, ids: Sequence[int] | None) -> NDArray[np.uint8]:
+    """Bytes of all rows, or of some, (n, row_bytes) u8."""
+    row_bytes = info.nbytes // n_rows
+    try:
+        with info.path.open("rb") as file:
+            if ids is None:
+                file.seek(info.offset)
+                data = file.read(info.nbytes)
+            else:
+                parts = []
+                for row in ids:
+                    file.seek(info.offset + row * row_bytes)
+                    parts.append(file.read(row_bytes))
+                data = b"".join(parts)
+    except OSError as exc:
+        raise GGUFError(f"failed to read: {exc.strerror}", path=info.path) from exc
+    n = n_rows if ids is None else len(ids)
+    if len(data) != n * row_bytes:
+        raise GGUFError("the file became shorter while it was read", path=info.path)
+    return np.frombuffer(data, np.uint8).reshape(n, row_bytes)
 
 
 def read_base(lib: Library, path: Path) -> BaseFacts:

@@ -36,7 +36,6 @@ class TrainedMaker:
         self._config = config
         self._read = read
         self.skipped: list[str] = []  # tensors that were saved but not trained
-        self._rows: dict[str, Values] = {}
 
     def is_trained(self, module: Module) -> bool:
         """Whether the module's whole weight was trained, by the configuration."""
@@ -73,7 +72,7 @@ class TrainedMaker:
 
         def delta() -> Values:
             values = reordered(self._read(info.name), row_heads(self._facts, part))
-            return values - self._base(target)
+            return values - self._facts.rows(target)
 
         return [
             Piece(module.name, self._place(target), rank, 1.0, _factors(delta, target), "weights")
@@ -98,7 +97,7 @@ class TrainedMaker:
             )
 
         def factors() -> tuple[Values, Values]:
-            delta = self._read(info.name) - self._base(target)[list(ids)]
+            delta = self._read(info.name) - self._facts.rows(target, ids)
             chosen = np.zeros((n_vocab, len(ids)), np.float32)
             chosen[list(ids), np.arange(len(ids))] = 1
             return (chosen, delta.T) if target == TOKEN_EMBD else (delta, chosen)
@@ -159,12 +158,6 @@ class TrainedMaker:
         n_rows = ne[0] if target == TOKEN_EMBD else ne[1]
         # The rows are in the file's order already, so no part asks for another one.
         return Place(target, target, 0, 0, n_rows)
-
-    def _base(self, target: str) -> Values:
-        """The base's rows; the table's are kept, since a tied head reads them again."""
-        if target not in self._rows:
-            self._rows = {target: self._facts.rows(target)}
-        return self._rows[target]
 
     def _token_ids(self, module: Module) -> tuple[int, ...]:
         table = self._config.token_indices or {}
