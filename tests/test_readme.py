@@ -15,7 +15,8 @@ README = GUIDES[0]
 RUNS = [
     command.words[1:]
     for command in commands(README)
-    if command.words[:3] in {("loragraph", name, "base.gguf") for name in ("run", "inspect")}
+    if command.words[:3]
+    in {("loragraph", name, "base.gguf") for name in ("run", "inspect", "merge")}
     or command.words[:3] == ("loragraph", "inspect", "pirate.gguf")
 ]
 

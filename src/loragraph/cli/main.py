@@ -11,9 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+from loragraph.cli.flags import error_in_flags
 from loragraph.cli.inspect import inspect
+from loragraph.cli.merge import merge
 from loragraph.cli.run import run
-from loragraph.errors import BackendError, LoragraphError
+from loragraph.errors import BackendError, LoragraphError, OutputError
 
 app = typer.Typer(
     help="Serve one GGUF base model and any number of LoRA adapters.",
@@ -23,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(inspect)
+app.command()(merge)
 
 # Click's base of all usage errors; typer has a copy of click and does not export this class.
 _ClickError: Any = typer.BadParameter.__mro__[2]
@@ -51,8 +54,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         sys.exit(status if isinstance(status, int) else 0)
     except LoragraphError as error:
-        _complain(str(error))
-        sys.exit(1 if isinstance(error, BackendError) else 2)
+        _complain(error_in_flags(error))
+        sys.exit(1 if isinstance(error, BackendError | OutputError) else 2)
     except _ClickError as error:
         _complain_usage(error)
         sys.exit(error.exit_code)
