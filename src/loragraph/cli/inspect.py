@@ -51,10 +51,10 @@ def inspect(
 
 def _show(console: Console, facts: dict[str, Any]) -> None:
     is_adapter = facts["kind"] == "adapter"
-    _table(console, "Metadata", ("key", "value"), facts["metadata"].items())
+    show_table(console, "Metadata", ("key", "value"), facts["metadata"].items())
     summary = _adapter_summary(facts) if is_adapter else _base_summary(facts)
-    _table(console, "Adapter" if is_adapter else "Base", ("", ""), summary)
-    _table(
+    show_table(console, "Adapter" if is_adapter else "Base", ("", ""), summary)
+    show_table(
         console,
         "Tensor types",
         ("type", "tensors", "parameters", "bytes"),
@@ -76,7 +76,7 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
 
 
 def _show_targets(console: Console, facts: dict[str, Any]) -> None:
-    _table(
+    show_table(
         console,
         "Targets",
         ("kind", "changed", "ranks"),
@@ -85,7 +85,7 @@ def _show_targets(console: Console, facts: dict[str, Any]) -> None:
             for name, entry in facts["targets"].items()
         ),
     )
-    _table(
+    show_table(
         console,
         "Weights",
         ("target", "rank", "effective scale", "types", "bytes"),
@@ -137,7 +137,7 @@ def _adapter_summary(facts: dict[str, Any]) -> list[tuple[str, Any]]:
     return rows
 
 
-def size(nbytes: int) -> str:
+def size(nbytes: float) -> str:
     """Bytes for people: 1.5 MB (powers of 1,000)."""
     value = float(nbytes)
     for unit in ("bytes", "kB", "MB"):
@@ -155,9 +155,10 @@ def _number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _table(
+def show_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
+    """Prints a table; nothing where there are no rows."""
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
         table.add_column(column, overflow="fold")

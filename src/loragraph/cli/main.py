@@ -11,9 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from loragraph.cli.combine import combine
+from loragraph.cli.extract import extract
 from loragraph.cli.flags import error_in_flags
 from loragraph.cli.inspect import inspect
 from loragraph.cli.merge import merge
+from loragraph.cli.plan import plan
+from loragraph.cli.resize import resize
 from loragraph.cli.run import run
 from loragraph.errors import BackendError, LoragraphError, OutputError
 
@@ -26,6 +30,10 @@ app = typer.Typer(
 app.command()(run)
 app.command()(inspect)
 app.command()(merge)
+app.command()(combine)
+app.command()(extract)
+app.command()(resize)
+app.command()(plan)
 
 # Click's base of all usage errors; typer has a copy of click and does not export this class.
 _ClickError: Any = typer.BadParameter.__mro__[2]

@@ -83,14 +83,7 @@ def merge(
     lib = load_library(None if ggml_folder is None else Path(ggml_folder))
     n_threads = threads(n_threads)
     kind = file_type(type)
-    pairs = [
-        (Path(path), _scale(scale))
-        for path, scale in (adapters.items() if isinstance(adapters, Mapping) else adapters)
-    ]
-    if not any(scale for _, scale in pairs):
-        raise ConfigError(
-            "expected at least one adapter with a scale that is not 0", field="adapters"
-        )
+    pairs = checked_scales(adapters)
     with memory_errors(str(base)), ExitStack() as stack:
         files = stack.enter_context(ModelFiles(lib, base))
         inputs = [*files.paths, *(path for path, _ in pairs)]
@@ -114,6 +107,19 @@ def merge(
         return _report(lib, pieces, parts, changes, uses)
 
 
+def checked_scales(adapters: Scales) -> list[tuple[Path, float]]:
+    """(path, user scale) of every adapter; ConfigError where all of them would change nothing."""
+    pairs = [
+        (Path(path), _scale(scale))
+        for path, scale in (adapters.items() if isinstance(adapters, Mapping) else adapters)
+    ]
+    if not any(scale for _, scale in pairs):
+        raise ConfigError(
+            "expected at least one adapter with a scale that is not 0", field="adapters"
+        )
+    return pairs
+
+
 def base_of(files: ModelFiles) -> BaseInfo:
     """The base in the opened files, as adapters are checked against it."""
     metadata = files.metadata
@@ -130,7 +136,7 @@ def base_of(files: ModelFiles) -> BaseInfo:
 
 
 def _scale(scale: float) -> float:
-    """A user scale as f32, the precision in which the run time multiplies."""
+    """A user scale, checked."""
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ConfigError(f"expected a finite number as scale, got {scale!r}", field="scale")
     return float(scale)
