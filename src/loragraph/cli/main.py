@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from loragraph.cli.combine import combine
+from loragraph.cli.convert import convert_command
 from loragraph.cli.extract import extract
 from loragraph.cli.flags import error_in_flags
 from loragraph.cli.inspect import inspect
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(inspect)
+app.command("convert")(convert_command)
 app.command()(merge)
 app.command()(combine)
 app.command()(extract)

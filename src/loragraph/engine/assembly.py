@@ -21,6 +21,7 @@ from loragraph.graph.lowrank.branch import BranchLowering
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
 from loragraph.graph.lowrank.stacked import StackedLowering
+from loragraph.graph.lowrank.vectors import VectorLowering
 
 LoweringName = Literal["routed", "branch", "stacked"]
 AttentionName = Literal["flash", "plain", "cells"]
@@ -58,7 +59,9 @@ def make_runner(
         cache = KvCache(lib, hparams, n_cells, type_, v_transposed=attention.v_transposed)
         made.callback(cache.close)
         n_tensors = len(model.weights.by_name)
-        runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
+        # The runner computes row vectors (DoRA, biases) around the lowering that callers see.
+        whole = VectorLowering(lowering, lib, model.weights.by_name, n_batch, max(n_slots, 64))
+        runner = Runner(model.family, n_tensors, cache, attention, whole, backend, n_batch)
         made.pop_all()
     return lowering, runner
 
