@@ -1,7 +1,8 @@
 """Adapters made by tools, to GGUF: pairs whose product is the whole change, one alpha for the file.
 
 A file has one alpha, while ranks differ: alpha is the largest rank, and each B is multiplied by
-rank / alpha, so that `alpha / rank` at run time gives 1. llama.cpp loads such files.
+rank / alpha, so that `alpha / rank` at run time gives 1. llama.cpp loads such files, unless they
+hold biases or magnitudes (docs/adapter-format.md).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Factors:
     target: str
     a: Floats
     b: Floats
+    shift: Floats | None = None  # added beside the product, (n_out,)
+    magnitude: Floats | None = None  # DoRA's m, (n_out,)
 
     @property
     def rank(self) -> int:
@@ -94,6 +97,12 @@ def write_adapter(
             tensor, data = _stored(lib, f"{pair.target}.{half}", values, type_)
             tensors.append(tensor)
             datas.append(data)
+        shift = None if pair.shift is None else pair.shift * factor
+        for half, vector in (("lora_bias", shift), ("lora_magnitude", pair.magnitude)):
+            if vector is not None:
+                tensor, data = _stored(lib, f"{pair.target}.{half}", vector, F32)
+                tensors.append(tensor)
+                datas.append(data)
     (part,) = plan_parts(path, keys, tensors)
     with out_files([path]) as (file,):
         file.reserve(part.nbytes)

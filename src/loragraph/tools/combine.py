@@ -18,7 +18,7 @@ from loragraph.adapters.draft import TIED_OUTPUT_KEY
 from loragraph.adapters.gguf import read_adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.options import memory_errors
-from loragraph.errors import AdapterMismatchError, ConfigError
+from loragraph.errors import AdapterMismatchError, ConfigError, UnsupportedError
 from loragraph.ggml.lib import load_library
 from loragraph.tools.adapter_file import Factors, adapter_keys, out_type, write_adapter
 from loragraph.tools.gguf_header import value_bytes
@@ -80,10 +80,7 @@ def combine_files(
         tied = _tied_output(loaded, info is not None, tied_output)
         combined = stack.enter_context(combine(Mix(scales)))
         _check_ranks(combined)
-        factors = [
-            Factors(target, combined.array(pair.a), combined.array(pair.b))
-            for target, pair in combined.pairs.items()
-        ]
+        factors = [_factors_of(combined, target) for target in combined.pairs]
         terms = " + ".join(
             f"{scale:g} * {name}" for name, (_, scale) in zip(names, pairs, strict=True)
         )
@@ -118,6 +115,13 @@ def _check_fit(adapters: Sequence[Adapter], names: Sequence[str]) -> None:
             raise AdapterMismatchError(
                 f"expected architecture '{first}' as of {names[0]}, got '{arch}'", adapter=name
             )
+        if any(vectors.magnitude is not None for vectors in adapter.vectors.values()):
+            raise UnsupportedError(
+                f"{name}: DoRA's magnitudes belong to one adapter and one base, so a file with "
+                "several adapters has no place for them",
+                what="combining DoRA",
+                hint="mix them at run time, freeze them there with Engine.combine, or merge them",
+            )
         for target, pair in adapter.pairs.items():
             outer = pair.a.ne[1] if target == TOKEN_EMBD else pair.a.ne[0]
             sizes = (outer, pair.b.ne[1], pair.a.ne[2])
@@ -129,6 +133,12 @@ def _check_fit(adapters: Sequence[Adapter], names: Sequence[str]) -> None:
                     tensor=target,
                     hint="they were made for unlike base models",
                 )
+
+
+def _factors_of(combined: Adapter, target: str) -> Factors:
+    pair, vectors = combined.pairs[target], combined.vectors.get(target)
+    shift = None if vectors is None else vectors.shift
+    return Factors(target, combined.array(pair.a), combined.array(pair.b), shift)
 
 
 def _check_ranks(combined: Adapter) -> None:

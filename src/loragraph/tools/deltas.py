@@ -1,9 +1,11 @@
 """What a set of scaled adapters adds to each tensor of a base, as two factors a tensor.
 
-Semantics: W += left @ right, left (n_expert, n_out, rank) f32 with the scales in it, right
-(n_expert, rank, n_in) f32; several adapters are joined along the rank. For the token table, whose A
-is indexed by token, left is A and right is B transposed. A weight with a factor of its own (w_s, in
-`<name>.scale`) multiplies its product only, so left is divided by it.
+Semantics: W' = (1 + gain) W + left @ right, left (n_expert, n_out, rank) f32 with the scales in it,
+right (n_expert, rank, n_in) f32; several adapters are joined along the rank. For the token table,
+whose A is indexed by token, left is A and right is B transposed. gain, which DoRA alone has, is one
+value a row, of the table one a column; DoRA's factors of lora_b's rows are in left, of the table in
+right. A weight with a factor of its own (w_s, in `<name>.scale`) multiplies its product only, so
+left is divided by it.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ class Delta:
 
     left: Floats  # (n_expert, n_out, rank)
     right: Floats  # (n_expert, rank, n_in)
+    gain: Floats | None = None  # (n_out, 1), of the token table (1, n_in)
 
     def add_to(self, values: Floats, start: int, scratch: Floats) -> None:
         """Adds rows [start, start + n) of the stack (n_expert · n_out, n_in) to `values` (n, n_in).
@@ -95,6 +98,10 @@ class Delta:
         n_out = self.left.shape[1]
         expert, row = divmod(start, n_out)
         product = scratch[: len(values)]
+        if self.gain is not None:
+            rows = self.gain if len(self.gain) == 1 else self.gain[row : row + len(values)]
+            np.multiply(values, rows, out=product)
+            np.add(values, product, out=values)
         left = self.left[expert, row : row + len(values)]
         np.matmul(left, self.right[expert], out=product)
         np.add(values, product, out=values)
@@ -123,7 +130,32 @@ def delta_of(terms: Sequence[Term], factor: Floats | None = None) -> Delta:
         raise InvalidRequestError(
             f"expected a finite change of {terms[0].target}; a scale is too large", param="scale"
         )
-    return Delta(np.ascontiguousarray(left), np.ascontiguousarray(right))
+    return Delta(np.ascontiguousarray(left), np.ascontiguousarray(right), _gain(terms))
+
+
+def shift_of(terms: Sequence[Term]) -> Floats | None:
+    """What the terms add to the target's product, (n_out,) f32; None where nothing."""
+    found = [
+        np.float64(term.use.scale) * vectors.shift
+        for term in terms
+        if (vectors := term.use.adapter.vectors.get(term.target)) is not None
+        and vectors.shift is not None
+    ]
+    return np.sum(found, axis=0).astype(np.float32) if found else None
+
+
+def _gain(terms: Sequence[Term]) -> Floats | None:
+    """The sum of the gains, each times its user scale, in f64 and rounded once."""
+    found = [
+        np.float64(term.use.scale) * vectors.gain
+        for term in terms
+        if (vectors := term.use.adapter.vectors.get(term.target)) is not None
+        and vectors.gain is not None
+    ]
+    if not found:
+        return None
+    gain: Floats = np.sum(found, axis=0).astype(np.float32)
+    return gain[None, :] if terms[0].target == TOKEN_EMBD else gain[:, None]
 
 
 def _factors(term: Term) -> tuple[Floats, Floats]:
@@ -131,6 +163,9 @@ def _factors(term: Term) -> tuple[Floats, Floats]:
     pair = adapter.pairs[term.target]
     scale = np.float32(adapter.effective_scale(term.target, term.use.scale))
     a, b = adapter.array(pair.a), adapter.array(pair.b)
+    vectors = adapter.vectors.get(term.target)
+    if vectors is not None and vectors.b_rows is not None:
+        b = b * vectors.b_rows[:, None]
     if term.target == TOKEN_EMBD:
         left, right = a, b.T
     else:

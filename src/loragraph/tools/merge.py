@@ -29,10 +29,12 @@ from loragraph.model.files import ModelFiles
 from loragraph.tools.deltas import Changes, Term, Use, changes_of, check_mergeable
 from loragraph.tools.file_type import FileType, ModelShape, file_type, target_types
 from loragraph.tools.gguf_header import OutTensor, RawHeader, integer_bytes, read_header
+from loragraph.tools.merge_biases import with_biases
 from loragraph.tools.merge_record import record_keys
 from loragraph.tools.merge_run import Piece, Progress, run_pieces
 from loragraph.tools.output import check_output
 from loragraph.tools.split import Part, plan_parts
+from loragraph.tools.tensor_values import FileRows
 
 Paths = str | os.PathLike[str]
 Scales = Mapping[Any, float] | Iterable[tuple[Paths, float]]
@@ -92,14 +94,19 @@ def merge(
         uses = []
         for path, scale in pairs:
             adapter = read_adapter(
-                lib, path, info, ignore_norm=ignore_norm, tied_output=tied_output
+                lib,
+                path,
+                info,
+                ignore_norm=ignore_norm,
+                tied_output=tied_output,
+                rows=FileRows(lib, files.tensors),
             )
             stack.callback(adapter.close)
             uses.append(Use(adapter, scale))
         names = [path.name for path, _ in pairs]
         check_mergeable(uses, names)
         changes = changes_of(uses, tied=info.tied)
-        pieces = _pieces(lib, files, changes, kind)
+        pieces = with_biases(lib, files.tensors, info, changes, _pieces(lib, files, changes, kind))
         parts = _parts(files, pieces, Path(output), max_split_bytes, kind, uses, names)
         for part in parts:
             check_output(part.path, inputs)
@@ -257,7 +264,7 @@ def _report(
     changes: Changes,
     uses: Sequence[Use],
 ) -> MergeReport:
-    n_merged = sum(bool(piece.terms) for piece in pieces)
+    n_merged = sum(bool(piece.terms) or piece.made is not None for piece in pieces)
     n_copied = sum(piece.is_copy for piece in pieces)
     types = Counter(type_name(lib, piece.out.type) for piece in pieces)
     warnings = [warning for use in uses for warning in use.adapter.report.warnings]

@@ -37,11 +37,12 @@ class Piece:
     source: TensorInfo
     terms: Sequence[Term] = ()
     factor: TensorInfo | None = None  # w_s, where the weight has one
+    made: Bytes | None = None  # all of its bytes: a small tensor that the plan made already
 
     @property
     def is_copy(self) -> bool:
         """Whether its bytes are the source's."""
-        return not self.terms and self.out.type == self.source.type
+        return self.made is None and not self.terms and self.out.type == self.source.type
 
 
 def run_pieces(
@@ -129,6 +130,9 @@ class _Workers:
         self, piece: Piece, file: OutFile, place: int
     ) -> Iterator[tuple[Callable[[], None], int]]:
         """Each job with the bytes of the source that it takes."""
+        if piece.made is not None:
+            yield _Write(file, piece.made, place), piece.source.nbytes
+            return
         if piece.is_copy:
             yield from self._copies(piece.source, file, place)
             return
@@ -200,6 +204,16 @@ class _Convert:
 
     def __call__(self) -> None:
         self.workers.convert(self.piece, self.file, self.place, self.delta, self.start, self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    file: OutFile
+    data: Bytes
+    place: int
+
+    def __call__(self) -> None:
+        self.file.write(self.data.data, self.place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """An adapter to another rank: the best approximation of each pair's product, with its error.
 
 Semantics: s B A = U diag(σ) V, exactly, by QR of both factors and an r x r decomposition; the first
-k directions are kept. The relative error (Frobenius) is sqrt(1 - captured energy).
+k directions are kept. The relative error (Frobenius) is sqrt(1 - captured energy). Biases and
+DoRA's magnitudes stay as they are.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -110,9 +111,14 @@ def resized(adapter: Adapter, target: str, limit: int, share: float) -> tuple[Fa
     svds = [svd_of_product(*pair) for pair in zip(delta.left, delta.right, strict=True)]
     rank = min(limit, before, max(svd.rank_for(share) for svd in svds))
     choice = RankChoice(target, before, rank, captured(svds, rank))
+    products = [svd.factors(rank) for svd in svds]
     if rank == before and len(svds) == 1:  # nothing to cut: the factors as they were
-        return pair_of(target, [(delta.left[0], delta.right[0])]), choice
-    return pair_of(target, [svd.factors(rank) for svd in svds]), choice
+        products = [(delta.left[0], delta.right[0])]
+    pair = pair_of(target, products)
+    vectors = adapter.vectors.get(target)
+    if vectors is not None:  # a magnitude is that of W + s B A, whatever approximates B A
+        pair = replace(pair, shift=vectors.shift, magnitude=vectors.magnitude)
+    return pair, choice
 
 
 def captured(svds: Sequence[Svd], rank: int) -> float:
