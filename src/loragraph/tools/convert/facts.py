@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, base_info_from_gguf
-from loragraph.errors import GGUFError, UnsupportedError
+from loragraph.errors import GGUFError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
+from loragraph.ggml.quants import to_f32
 from loragraph.model.files import split_paths
 
 Values = NDArray[np.float32]
@@ -29,26 +30,18 @@ class BaseFacts:
     n_head_kv: tuple[int, ...]
     names: tuple[str, ...]  # what the file calls itself and what it was made of
     tensors: Mapping[str, TensorInfo]
+    lib: Library
 
     def rows(self, name: str, ids: Sequence[int] | None = None) -> Values:
         """A weight, or the rows `ids` of it, as f32 (n, n_in); a tied head is the token table."""
-        import gguf  # here, because importing it is slow
-
         info = self.tensors.get(name)
         if info is None and name == OUTPUT and self.info.tied:
             info = self.tensors[TOKEN_EMBD]
         assert info is not None  # the plan checked it
         n_in, n_rows = info.ne[0], info.n_elements // info.ne[0]
         data = _read_rows(info, n_rows, ids)
-        try:
-            kind = gguf.GGMLQuantizationType(info.type)
-            values = gguf.dequantize(data, kind)
-        except (ValueError, NotImplementedError) as exc:
-            raise UnsupportedError(
-                f"{info.path}: {name}: weights of type {info.type} cannot be read here",
-                what=f"type {info.type}",
-            ) from exc
-        out: Values = np.ascontiguousarray(values, np.float32).reshape(-1, n_in)
+        out = np.empty((len(data), n_in), np.float32)
+        to_f32(self.lib, info.type, data.reshape(-1), out)
         return out
 
 
@@ -92,6 +85,7 @@ def read_base(lib: Library, path: Path) -> BaseFacts:
             _per_layer(first, f"{arch}.attention.head_count_kv", n_layer, n_head),
             tuple(str(name) for name in found if isinstance(name, str) and name),
             {name: tensor for file in files for name, tensor in file.tensors.items()},
+            lib,
         )
 
 
