@@ -211,7 +211,7 @@ class PieceMaker:
         """One piece an expert and place."""
         scale = module_scale(self._config, module.name, rank)
         places = self._names.places(module.name, n_out)
-        self._check_sizes(module, places, n_in, n_out)
+        self._check_sizes(module, places, n_in, n_out, stacked=True)
 
         def one(e: int, place: Place) -> Piece:
             own = Place(
@@ -285,16 +285,29 @@ class PieceMaker:
                 hint="block-diagonal factors (BD-LoRA) are not supported",
             )
 
-    def _check_sizes(self, module: Module, places: list[Place], n_in: int, n_out: int) -> None:
+    def _check_sizes(
+        self,
+        module: Module,
+        places: list[Place],
+        n_in: int,
+        n_out: int,
+        *,
+        stacked: bool = False,
+    ) -> None:
+        """`stacked`: the places are asked for before the experts are told apart."""
         for place in places:
             target = self._facts.info.targets[place.target]
             wanted = TargetKind.LINEAR if place.expert is None else TargetKind.EXPERTS
-            if len(target.ne) and target.ne[2] > 1:
-                wanted = TargetKind.EXPERTS
-            if target.kind is not wanted:
+            if target.kind is not (TargetKind.EXPERTS if stacked else wanted):
                 raise UnsupportedError(
                     f"{module.name}: a low-rank part does not apply to the base's {place.target}",
                     what=f"LoRA of {place.target}",
+                )
+            if place.expert is not None and place.expert >= target.ne[2]:
+                raise AdapterMismatchError(
+                    f"{module.name}: the adapter changes expert {place.expert}, the base has "
+                    f"{target.ne[2]}",
+                    hint="was it made for another base model?",
                 )
             end = place.target_row + place.n_rows
             whole = place.target == f"{place.part}.weight" and place.target_row == 0
