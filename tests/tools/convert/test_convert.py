@@ -257,12 +257,23 @@ def test_a_trained_bias_goes_with_its_pair(tmp_path: Path) -> None:
     module = "model.layers.0.self_attn.q_proj"
     tensors = lora({module: (n_q, N_EMBD)})
     new = normal(8, n_q)
-    tensors[f"base_model.model.{module}.bias"] = new
+    tensors[f"base_model.model.{module}.base_layer.bias"] = new  # as PEFT names it
     path, plan = convert(peft(tmp_path / "peft", tensors, bias="all"), base)
     assert plan.own_keys == ("lora_bias",)
     stored = read_tensors(path)["blk.0.attn_q.weight.lora_bias"]
     scale = plan.alpha / 4
     np.testing.assert_allclose(stored * scale, permuted(new - old, N_HEAD), atol=1e-5)
+
+
+def test_a_bias_that_was_not_trained_is_left_out_and_told(tmp_path: Path) -> None:
+    """With bias = "none" a saved bias is the base's own."""
+    base = write_base(tmp_path / "base.gguf")
+    module = "model.layers.0.self_attn.q_proj"
+    tensors = lora({module: (32, N_EMBD)})
+    tensors[f"base_model.model.{module}.base_layer.bias"] = normal(1, 32)
+    plan = plan_conversion(peft(tmp_path / "peft", tensors), base)
+    assert plan.skipped == (f"base_model.model.{module}.base_layer.bias",)
+    assert plan.own_keys == ()
 
 
 def test_trained_tokens_are_a_pair_of_their_rank(tmp_path: Path) -> None:

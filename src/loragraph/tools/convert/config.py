@@ -66,6 +66,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] | None = None
     alpha_pattern: Mapping[str, float] | None = None
     dora: bool = False
+    trains_biases: bool = False  # those of the base
     invocation_tokens: tuple[int, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     token_indices: Mapping[str, tuple[int, ...]] | None = None  # module name -> token ids
@@ -110,7 +111,8 @@ def _peft(fields: _Fields) -> AdapterConfig:
             "invocation_string",
             'write the tokens of the invocation into "alora_invocation_tokens"',
         )
-    if fields.text("bias", "none") not in ("none", "all", "lora_only"):
+    biases = fields.text("bias", "none")
+    if biases not in ("none", "all", "lora_only"):
         raise fields.wrong("bias", "none, all or lora_only")
     return AdapterConfig(
         source="peft",
@@ -120,6 +122,7 @@ def _peft(fields: _Fields) -> AdapterConfig:
         rank_pattern=fields.pattern("rank_pattern", integers=True),
         alpha_pattern=fields.pattern("alpha_pattern"),
         dora=fields.flag("use_dora"),
+        trains_biases=biases != "none",
         invocation_tokens=tokens,
         modules_to_save=fields.names("modules_to_save"),
         token_indices=_token_indices(fields),

@@ -105,8 +105,14 @@ class TrainedMaker:
         return [Piece(module.name, self._place(target), len(ids), 1.0, factors, "tokens")]
 
     def bias(self, module: Module, pairs: Sequence[Piece]) -> list[VectorPiece]:
-        """The change of a bias of the base, which goes with the pair of the same module."""
+        """The change of a bias of the base, which goes with the pair of the same module.
+
+        [] for one that was saved without being trained.
+        """
         info = module.part(Part.FULL_BIAS)
+        if not self._config.trains_biases and not self.is_trained(module):
+            self.skipped.append(info.name)
+            return []
         if not pairs or pairs[0].place.target == TOKEN_EMBD:
             raise UnsupportedError(
                 f"{module.name}: its bias was trained, and there is no low-rank pair to carry it",
