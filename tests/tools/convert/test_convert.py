@@ -276,6 +276,17 @@ def test_a_bias_that_was_not_trained_is_left_out_and_told(tmp_path: Path) -> Non
     assert plan.own_keys == ()
 
 
+def test_a_folded_base_cannot_be_compared_with(tmp_path: Path) -> None:
+    """Tokens trained whole need the base's rows, which a folded base has rotated."""
+    metadata = {"prism.hadamard.version": 1}
+    base = write_base(tmp_path / "base.gguf", metadata=metadata)
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    tensors = {**lora(layers()), name: normal(5, 1, N_EMBD)}
+    folder = peft(tmp_path / "peft", tensors, trainable_token_indices=[3])
+    with pytest.raises(UnsupportedError, match="folded base"):
+        convert(folder, base)
+
+
 def test_trained_tokens_are_a_pair_of_their_rank(tmp_path: Path) -> None:
     """Rows of the table that were trained replace the base's exactly."""
     base = write_base(tmp_path / "base.gguf")
