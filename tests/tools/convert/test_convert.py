@@ -325,6 +325,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 QA, QB = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 PAIR = {QA: normal(0, 4, N_EMBD), QB: normal(1, N_HEAD * N_ROT, 4)}
 NORM = "base_model.model.model.layers.0.input_layernorm.weight"
+HEAD = normal(9, N_VOCAB, N_EMBD)
 REFUSED: dict[str, tuple[type[LoragraphError], str, dict[str, Any], dict[str, Any]]] = {
     "half": (AdapterFormatError, "lora_A is there, lora_B is missing", {QA: PAIR[QA]}, {}),
     "other half": (AdapterFormatError, "lora_B is there, lora_A is missing", {QB: PAIR[QB]}, {}),
@@ -394,6 +395,30 @@ REFUSED: dict[str, tuple[type[LoragraphError], str, dict[str, Any], dict[str, An
         "several adapters: a, b",
         {**lora(layers(n=1), infix=".a"), **lora(layers(("mlp.up_proj",), 1), infix=".b")},
         {},
+    ),
+    "bias of lora_B": (
+        AdapterFormatError,
+        "expected a bias of lora_B",
+        PAIR,
+        {"lora_bias": True},
+    ),
+    "bias that nobody trained": (
+        AdapterFormatError,
+        "expected no bias of lora_B",
+        {**PAIR, f"{Q}.lora_B.bias": normal(0, 32)},
+        {},
+    ),
+    "two ways": (
+        UnsupportedError,
+        "several ways: lora, weights",
+        {**lora({"lm_head": (N_VOCAB, N_EMBD)}), "base_model.model.lm_head.weight": HEAD},
+        {"modules_to_save": ["lm_head"]},
+    ),
+    "escape sequence": (
+        AdapterFormatError,
+        "printable",
+        PAIR,
+        {"base_model_name_or_path": "a\x1b[31m"},
     ),
     "norm": (
         UnsupportedError,

@@ -38,11 +38,8 @@ class TrainedMaker:
         self.skipped: list[str] = []  # tensors that were saved but not trained
 
     def is_trained(self, module: Module) -> bool:
-        """Whether the module's whole weight was trained, by the configuration."""
-        return any(
-            module.name == name or module.name.endswith(f".{name}")
-            for name in self._config.modules_to_save
-        )
+        """Whether the module's whole weight was trained, by PEFT's rule."""
+        return any(module.name.endswith(name) for name in self._config.modules_to_save)
 
     def weight(self, module: Module) -> list[Piece]:
         """The delta of a whole weight; [] for one that was saved without being trained."""
