@@ -19,6 +19,7 @@ from loragraph.model.files import split_paths
 
 Values = NDArray[np.float32]
 
+_GEMMA3_IMAGE_TOKENS = 64
 _FOLDED = "prism.hadamard."
 
 
@@ -53,6 +54,16 @@ class BaseFacts:
         out = np.empty((len(data), n_in), np.float32)
         to_f32(self.lib, info.type, data.reshape(-1), out)
         return out
+
+    def padding(self, target: str, n_rows: int) -> int:
+        """Rows by which a trained table or head is longer than the base's, where that is known.
+
+        Gemma 3's checkpoints that can see have 64 rows for image tokens behind the vocabulary,
+        which its GGUF files leave out: no text reads them. Any other surplus is another base.
+        """
+        surplus = n_rows - self.info.targets[target].ne[1]
+        known = self.info.arch == "gemma3" and target in (TOKEN_EMBD, OUTPUT)
+        return surplus if known and surplus == _GEMMA3_IMAGE_TOKENS else 0
 
 
 def _read_rows(info: TensorInfo, n_rows: int, ids: Sequence[int] | None) -> NDArray[np.uint8]:
