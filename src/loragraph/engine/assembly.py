@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Literal
 
@@ -22,6 +22,12 @@ from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
 from loragraph.graph.lowrank.stacked import StackedLowering
 from loragraph.graph.lowrank.vectors import VectorLowering
+from loragraph.graph.products import (
+    GgmlProducts,
+    GraphProducts,
+    KernelProducts,
+    product_layouts,
+)
 
 LoweringName = Literal["routed", "branch", "stacked"]
 AttentionName = Literal["flash", "plain", "cells"]
@@ -59,9 +65,12 @@ def make_runner(
         cache = KvCache(lib, hparams, n_cells, type_, v_transposed=attention.v_transposed)
         made.callback(cache.close)
         n_tensors = len(model.weights.by_name)
+        products = _make_products(model, lowering_name)
         # The runner computes row vectors (DoRA, biases) around the lowering that callers see.
         whole = VectorLowering(lowering, lib, model.weights.by_name, n_batch, max(n_slots, 64))
-        runner = Runner(model.family, n_tensors, cache, attention, whole, backend, n_batch)
+        runner = Runner(
+            model.family, n_tensors, cache, attention, whole, backend, n_batch, products
+        )
         made.pop_all()
     return lowering, runner
 
@@ -87,6 +96,14 @@ def _make_attention(
         return FlashAttention()
     hparams = model.hparams
     return PlainAttention(frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer)))
+
+
+def _make_products(model: Model, lowering: LoweringName) -> Callable[[], GraphProducts]:
+    """The branch lowering is llama.cpp's mechanism to the bit, so its products are ggml's."""
+    layouts = {}
+    if lowering != "branch":
+        layouts = product_layouts(model.weights.by_name.values(), model.weights.files)
+    return (lambda: KernelProducts(layouts)) if layouts else GgmlProducts
 
 
 def _make_lowering(model: Model, name: LoweringName, n_batch: int, n_slots: int) -> Lowering:

@@ -12,6 +12,7 @@ from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Ops, Rope
 from loragraph.graph.attention.base import AttentionGraph
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
+from loragraph.graph.products import GgmlProducts, GraphProducts
 from loragraph.model.weights import Weight
 
 
@@ -28,8 +29,10 @@ class Builder:
         tokens: Tensor,
         positions: Tensor,
         out_ids: Tensor,
+        products: GraphProducts | None = None,
     ) -> None:
         self.ops = Ops(ctx)
+        self._products = products or GgmlProducts()
         self._graph = graph
         self._lowering = lowering
         self._attention = attention
@@ -45,7 +48,7 @@ class Builder:
 
     def linear(self, w: Weight, x: Tensor, bias: Weight | None = None) -> Tensor:
         """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n]."""
-        y = self.ops.mul_mat(w.tensor, x)
+        y = self._products.mul_mat(self.ops, w, x)
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)
         y = self._lowering.linear(self.ops, w, x, y, self._rows)
