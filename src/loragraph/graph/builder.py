@@ -56,7 +56,7 @@ class Builder:
         y = self.ops.mul_mat_id(w.tensor, x, ids)
         if w.scale is not None:
             y = self.ops.mul(y, self._expert_scales(w.scale, ids))
-        return self._take(self._lowering.experts(self.ops, w, x, ids, y))
+        return self._take(self._lowering.experts(self.ops, w, x, ids, y, self._rows))
 
     def rms_norm(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
         """RMS norm over n_embd, times the weight."""
