@@ -29,7 +29,8 @@ from loragraph.graph.arch import Family, family_of
 from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
 from loragraph.model.fingerprint import fingerprint
-from loragraph.model.hparams import HParams, read_hparams
+from loragraph.model.hparams import HParams
+from loragraph.model.keys import Keys
 from loragraph.model.weights import Progress, Use, Weights
 from loragraph.vocab.chat import ChatTemplate
 from loragraph.vocab.vocab import Vocab
@@ -331,8 +332,9 @@ def _prepare(
             what=f"general.type {kind}",
             hint="an adapter is given beside its base",
         )
-    family_class = family_of(files.metadata.string("general.architecture"))
-    hparams = read_hparams(files.metadata, family_class.rope_mode)
+    keys = Keys(files.metadata)
+    family_class = family_of(keys.arch)
+    hparams = family_class.read_hparams(keys)
     backend = CpuBackend(lib, n_threads)
     stack.callback(backend.close)
     weights = Weights(lib, files, lib.c.ggml_backend_get_device(backend.ptr), repack)

@@ -83,14 +83,16 @@ class Runner:
         lowering: Lowering,
         backend: CpuBackend,
         n_batch: int,
+        n_ctx: int,
     ) -> None:
         """Takes cache, lowering and backend over, unless it raises.
 
-        `n_tensors` of the base sets the node budget.
+        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence.
         """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
+        self._n_ctx = n_ctx
         self._cache = cache
         self._attention = attention
         self._lowering = lowering
@@ -212,6 +214,7 @@ class Runner:
                 tokens=self._inputs.tensor(ctx, "tokens", n_tokens),
                 positions=self._inputs.tensor(ctx, "positions", n_tokens),
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
+                n_ctx=self._n_ctx,
             )
             logits = self._family.build(builder)
             self._lib.c.ggml_set_output(logits.ptr)

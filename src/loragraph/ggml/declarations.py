@@ -59,10 +59,12 @@ struct ggml_tensor *ggml_add(struct ggml_context *ctx, struct ggml_tensor *a,
 struct ggml_tensor *ggml_mul(struct ggml_context *ctx, struct ggml_tensor *a,
                              struct ggml_tensor *b);
 struct ggml_tensor *ggml_scale(struct ggml_context *ctx, struct ggml_tensor *a, float s);
-struct ggml_tensor *ggml_swiglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
-                                      struct ggml_tensor *b);
+struct ggml_tensor *ggml_tanh(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_swiglu(struct ggml_context *ctx, struct ggml_tensor *a);
 struct ggml_tensor *ggml_geglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
                                      struct ggml_tensor *b);
+struct ggml_tensor *ggml_swiglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
+                                      struct ggml_tensor *b);
 struct ggml_tensor *ggml_rms_norm(struct ggml_context *ctx, struct ggml_tensor *a, float eps);
 struct ggml_tensor *ggml_mul_mat(struct ggml_context *ctx, struct ggml_tensor *a,
                                  struct ggml_tensor *b);

@@ -116,12 +116,26 @@ class Ops:
         else:
             raise BackendError(f"{description} has no accumulation precision")
 
+    def tanh(self, a: Tensor) -> Tensor:
+        """tanh(a)."""
+        self._check_unary("tanh", a)
+        return self._done(self._c.ggml_tanh(self.ctx.claim(), a.ptr))
+
+    def swiglu(self, a: Tensor) -> Tensor:
+        """silu(gate) * up of a [2 n, ...] that holds gate, then up, in each row."""
+        self._check_unary("swiglu", a)
+        _expect(a.ne[0] % 2 == 0, "swiglu: odd rows", a)
+        return self._done(self._c.ggml_swiglu(self.ctx.claim(), a.ptr))
+
     def swiglu_split(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up."""
-        _expect(gate.ne == up.ne and gate.type == up.type == F32, "swiglu_split", gate, up)
-        for part in (gate, up):
-            _expect(bool(self._c.ggml_is_contiguous_1(part.ptr)), "swiglu_split: layout", part)
+        self._check_gated("swiglu_split", gate, up)
         return self._done(self._c.ggml_swiglu_split(self.ctx.claim(), gate.ptr, up.ptr))
+
+    def geglu_split(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up, with gelu's tanh form; on the CPU from a table of F16 values."""
+        self._check_gated("geglu_split", gate, up)
+        return self._done(self._c.ggml_geglu_split(self.ctx.claim(), gate.ptr, up.ptr))
 
     def rope(self, x: Tensor, pos: Tensor, rope: Rope, freq_factors: Tensor | None) -> Tensor:
         """Rotates x F32 [head_dim, n_head, n] by positions I32 [n]."""
@@ -177,6 +191,22 @@ class Ops:
         _expect(bool(self._c.ggml_is_contiguous(a.ptr)), "reshape: not contiguous", a)
         call = self._c.ggml_reshape_2d if len(ne) == 2 else self._c.ggml_reshape_3d
         return self._done(call(self.ctx.claim(), a.ptr, *ne))
+
+    def rows(self, a: Tensor) -> Tensor:
+        """[n0, n1, n] as [n0 * n1, n]; the rows of a view may be apart, each one being whole."""
+        if bool(self._c.ggml_is_contiguous(a.ptr)):
+            return self.reshape(a, a.ne[0] * a.ne[1], a.ne[2])
+        nb = self._nb(a)
+        whole = nb[0] == self._c.ggml_type_size(a.type) and nb[1] == a.ne[0] * nb[0]
+        _expect(whole and a.ne[3] == 1, "rows: a row is not in one piece", a)
+        return self.view(a, (a.ne[0] * a.ne[1], a.ne[2]), (nb[2],))
+
+    def cont_row(self, a: Tensor) -> Tensor:
+        """All values of [n0, n1, n] as [1, n0 * n1 * n], copied where its rows are apart."""
+        n_values = _product(a.ne)
+        if bool(self._c.ggml_is_contiguous(a.ptr)):
+            return self.reshape(a, 1, n_values)
+        return self.reshape(self.cont_2d(a, a.ne[0] * a.ne[1], a.ne[2]), 1, n_values)
 
     def cont_2d(self, a: Tensor, ne0: int, ne1: int) -> Tensor:
         """A contiguous copy of `a` with sizes [ne0, ne1]."""
@@ -244,6 +274,15 @@ class Ops:
             _N_TASKS_MAX,
             ffi.cast("void *", userdata),
         )
+
+    def _check_unary(self, what: str, a: Tensor) -> None:
+        contiguous = bool(self._c.ggml_is_contiguous_1(a.ptr))
+        _expect(a.type == F32 and contiguous, what, a)
+
+    def _check_gated(self, what: str, gate: Tensor, up: Tensor) -> None:
+        _expect(gate.ne == up.ne, what, gate, up)
+        for part in (gate, up):
+            self._check_unary(what, part)
 
     def _check_broadcast(self, what: str, a: Tensor, b: Tensor) -> None:
         _expect(a.type == b.type == F32, f"{what}: expected F32", a, b)

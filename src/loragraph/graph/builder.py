@@ -10,7 +10,7 @@ from typing import Any
 
 from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Ops, Rope
-from loragraph.graph.attention.base import AttentionGraph
+from loragraph.graph.attention.base import AttentionGraph, Form
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
 from loragraph.model.weights import Weight
 
@@ -28,7 +28,9 @@ class Builder:
         tokens: Tensor,
         positions: Tensor,
         out_ids: Tensor,
+        n_ctx: int = 0,
     ) -> None:
+        """`n_ctx` is the room of one sequence: a few rotations depend on it."""
         self.ops = Ops(ctx)
         self._graph = graph
         self._lowering = lowering
@@ -37,6 +39,7 @@ class Builder:
         self._positions = positions  # I32 [n_tokens]
         self._out_ids = out_ids  # I32 [n_outputs]
         self._rows = RowSet.TOKENS
+        self.n_ctx = n_ctx
 
     def embed(self, table: Weight) -> Tensor:
         """The table's rows of the step's tokens, F32 [n_embd, n_tokens], adapters included."""
@@ -71,11 +74,31 @@ class Builder:
         factors = None if freq_factors is None else freq_factors.tensor
         return self.ops.rope(x, self._positions, rope, factors)
 
-    def attention(self, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Stores K and V of the tokens, attends: F32 [n_embd_head * n_head, n]."""
+    def softcap(self, x: Tensor, most: float) -> Tensor:
+        """most tanh(x / most), within [-most, most]; x itself where `most` is 0."""
+        if not most:
+            return x
+        return self.ops.scale(self.ops.tanh(self.ops.scale(x, 1.0 / most)), most)
+
+    def attention(
+        self,
+        il: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Stores K and V of the tokens, attends: F32 [n_embd_head_v * n_head, n].
+
+        A token sees the newest `window` positions of its sequence, or all.
+        """
         for part in (q, v, k):
             self._take(part)
-        out, writes = self._attention.layer(self.ops, il, q, k, v, scale)
+        form = Form(scale, window, softcap)
+        out, writes = self._attention.layer(self.ops, il, q, k, v, form)
         for write in writes:  # nothing refers to them, and they must come before the reads
             self._take(write)
         return self._take(out)

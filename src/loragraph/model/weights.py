@@ -100,9 +100,18 @@ class Weights:
             )
         return weight
 
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return name in self.files.tensors
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Raises UnsupportedError where the file has this tensor."""
+        if self.has(name):
+            raise UnsupportedError(f"{self.files.path}: {name}: {reason}", what=f"tensor {name}")
+
     def optional_vector(self, name: str, *ne: int) -> Weight | None:
         """The vector, or None where the file has no tensor of this name."""
-        return self.vector(name, *ne) if name in self.files.tensors else None
+        return self.vector(name, *ne) if self.has(name) else None
 
     def check_all_read(self) -> None:
         """Raises GGUFError where the file holds tensors that the family did not ask for."""
