@@ -287,5 +287,5 @@ def test_rows_that_are_neither_shared_nor_one_an_expert_are_refused(bench: Bench
     """The routed lowering knows two layouts of x, and says so of a third."""
     one = Case(np.array([[0, 1, 2, 3]], np.int32), np.ones((1, 2, N_IN), np.float32), [(1.0, 0.0)])
 
-    with pytest.raises(BackendError, match="adjacent rows, 1 or 4 a token"):
+    with pytest.raises(BackendError, match="1 or 4 rows a token"):
         bench.run(one, bench.lowering("routed"))

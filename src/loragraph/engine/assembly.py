@@ -109,7 +109,7 @@ def _make_attention(
     if name == "flash":
         return FlashAttention(windows)
     hparams = model.hparams
-    widths = frozenset(hparams.n_embd_v(il) for il in range(hparams.n_layer))
+    widths = frozenset(hparams.n_embd_v(il) for il in range(hparams.n_layer)) - {0}
     return PlainAttention(widths, windows)
 
 

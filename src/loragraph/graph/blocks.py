@@ -109,18 +109,18 @@ class Block:
 
     def __init__(self, hparams: HParams, weights: Weights, il: int) -> None:
         self._hparams = hparams
-        self._weights = weights
+        self.weights = weights
         self._il = il
 
     def linear(self, name: str, n_in: int, n_out: int) -> Linear:
         """`name.weight` [n_in, n_out], and `name.bias` where there is one."""
-        weight = self._weights.linear(self._full(name, "weight"), n_in, n_out)
+        weight = self.weights.linear(self.full(name, "weight"), n_in, n_out)
         return Linear(weight, self._bias(name, n_out))
 
     def norm(self, name: str, n: int | None = None) -> Norm:
         """`name.weight` [n], by default [n_embd]."""
         n = self._hparams.n_embd if n is None else n
-        weight = self._weights.vector(self._full(name, "weight"), n)
+        weight = self.weights.vector(self.full(name, "weight"), n)
         return Norm(weight, self._hparams.norm_rms_eps)
 
     def qkv(self) -> SplitQKV | FusedQKV:
@@ -130,7 +130,7 @@ class Block:
         n_q = heads[0] * hparams.n_embd_head
         widths = (n_q, hparams.n_embd_k(il), hparams.n_embd_v(il))
         names = ("attn_q", "attn_k", "attn_v")
-        if not self._weights.has(self._full("attn_qkv", "weight")):
+        if not self.weights.has(self.full("attn_qkv", "weight")):
             q, k, v = (self.linear(name, n_in, n) for name, n in zip(names, widths, strict=True))
             return SplitQKV(q, k, v, *heads)
         fused = self.linear("attn_qkv", n_in, sum(widths))
@@ -166,9 +166,10 @@ class Block:
         )
 
     def _bias(self, name: str, n: int) -> Weight | None:
-        return self._weights.optional_vector(self._full(name, "bias"), n)
+        return self.weights.optional_vector(self.full(name, "bias"), n)
 
-    def _full(self, name: str, kind: str) -> str:
+    def full(self, name: str, kind: str) -> str:
+        """The tensor's name in the file; kind is "weight" or "bias"."""
         return f"blk.{self._il}.{name}.{kind}"
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from loragraph.ggml.handles import Tensor, TensorContext
-from loragraph.ggml.ops import Ops, Rope
+from loragraph.ggml.ops import Rope
+from loragraph.ggml.routing_ops import RoutingOps
 from loragraph.graph.attention.base import AttentionGraph, Form
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
 from loragraph.model.weights import Weight
@@ -31,7 +32,7 @@ class Builder:
         n_ctx: int = 0,
     ) -> None:
         """`n_ctx` is the room of one sequence: a few rotations depend on it."""
-        self.ops = Ops(ctx)
+        self.ops = RoutingOps(ctx)
         self._graph = graph
         self._lowering = lowering
         self._attention = attention
@@ -39,6 +40,7 @@ class Builder:
         self._positions = positions  # I32 [n_tokens]
         self._out_ids = out_ids  # I32 [n_outputs]
         self._rows = RowSet.TOKENS
+        self._head_ids: dict[tuple[int, int], Tensor] = {}
         self.n_ctx = n_ctx
 
     def embed(self, table: Weight) -> Tensor:
@@ -54,11 +56,29 @@ class Builder:
         y = self._lowering.linear(self.ops, w, x, y, self._rows)
         return self._take(y if bias is None else self.ops.add(y, bias.tensor))
 
-    def linear_id(self, w: Weight, x: Tensor, ids: Tensor) -> Tensor:
-        """Products with the experts `ids` I32 [n_used, n] of x F32 [n_in, 1 or n_used, n]."""
+    def linear_id(self, w: Weight, x: Tensor, ids: Tensor, bias: Weight | None = None) -> Tensor:
+        """Products with the experts `ids` I32 [n_used, n] of x F32 [n_in, 1 or n_used, n].
+
+        `bias` F32 [n_out, n_expert]. Gives F32 [n_out, n_used, n].
+        """
         y = self.ops.mul_mat_id(w.tensor, x, ids)
         if w.scale is not None:
             y = self.ops.mul(y, self._expert_scales(w.scale, ids))
+        y = self._lowering.experts(self.ops, w, x, ids, y, self._rows)
+        return self._take(y if bias is None else self.ops.add_id(y, bias.tensor, ids))
+
+    def linear_heads(self, w: Weight, x: Tensor) -> Tensor:
+        """A matrix a head, w [n_in, n_out, n_head]: F32 [n_out, n_head, n] of x F32 [n_in, n_head,
+        n], whose tokens may be apart. For adapters the heads are experts, all of them chosen.
+        """
+        n_head, n = x.ne[1], x.ne[2]
+        y = self.ops.mul_mat(w.tensor, self.ops.permute(x, 0, 2, 1, 3))  # [n_out, n, n_head]
+        y = self.ops.cont(self.ops.permute(y, 0, 2, 1, 3))
+        if w.scale is not None:
+            y = self.ops.mul(y, self.ops.reshape(w.scale.tensor, 1, n_head))
+        ids = self._head_ids.get((n_head, n))
+        if ids is None:
+            ids = self._head_ids[n_head, n] = self.ops.counting_rows(n_head, n)
         return self._take(self._lowering.experts(self.ops, w, x, ids, y, self._rows))
 
     def rms_norm(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
@@ -90,14 +110,16 @@ class Builder:
         *,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: Weight | None = None,
     ) -> Tensor:
         """Stores K and V of the tokens, attends: F32 [n_embd_head_v * n_head, n].
 
-        A token sees the newest `window` positions of its sequence, or all.
+        A token sees the newest `window` positions of its sequence, or all. `sinks` F32 [n_head]
+        are scores that take their share of the weights and add nothing.
         """
         for part in (q, v, k):
             self._take(part)
-        form = Form(scale, window, softcap)
+        form = Form(scale, window, softcap, None if sinks is None else sinks.tensor)
         out, writes = self._attention.layer(self.ops, il, q, k, v, form)
         for write in writes:  # nothing refers to them, and they must come before the reads
             self._take(write)

@@ -29,7 +29,8 @@ class KvCache:
     """Unified cells: any sequence may use any cell; who sits where is decided elsewhere.
 
     K of a layer is [n_embd_k, n_cells]. V is [n_embd_v, n_cells] or, for plain attention, turned
-    over: [n_cells, n_embd_v], so that a product over cells reads whole rows.
+    over: [n_cells, n_embd_v], so that a product over cells reads whole rows. Where `v_in_k`, V is
+    the first values of K and has no tensors.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class KvCache:
         self.type = type_
         self.v_transposed = v_transposed
         self.long_context = long_context
+        self.v_in_k = hparams.v_in_k
         self._ctx = TensorContext(lib, 2 * hparams.n_layer)
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
@@ -55,7 +57,8 @@ class KvCache:
             n_k, n_v = hparams.n_embd_k(il), hparams.n_embd_v(il)
             v_ne = (n_cells, n_v) if v_transposed else (n_v, n_cells)
             self.k.append(self._ctx.new_tensor(type_, (n_k, n_cells), f"cache_k_l{il}"))
-            self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
+            if not self.v_in_k:
+                self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
         tensors = (*self.k, *self.v)
         try:
             # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
@@ -107,10 +110,12 @@ class KvCache:
 
     def _parts(self) -> Iterator[NDArray[np.uint8]]:
         """K and V of each layer as (groups, n_cells, bytes): one group, or one a value of V."""
-        for k, v in zip(self.k, self.v, strict=True):
+        for il, k in enumerate(self.k):
             yield self._bytes(k).reshape(1, self.n_cells, -1)
-            n_groups = v.ne[1] if self.v_transposed else 1
-            yield self._bytes(v).reshape(n_groups, self.n_cells, -1)
+            if not self.v_in_k:
+                v = self.v[il]
+                n_groups = v.ne[1] if self.v_transposed else 1
+                yield self._bytes(v).reshape(n_groups, self.n_cells, -1)
 
     @staticmethod
     def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:

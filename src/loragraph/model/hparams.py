@@ -11,6 +11,7 @@ import numpy as np
 
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.ops import Rope
+from loragraph.model.experts import ExpertParams
 from loragraph.model.keys import MAX_SIZE, Keys
 from loragraph.model.rope import read_rope, rope_scaling
 
@@ -45,23 +46,34 @@ class HParams:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    v_in_k: bool = False  # V is the first values of K's one head: cells hold K alone
+    experts: ExpertParams | None = None
 
     def n_embd_k(self, il: int) -> int:
         """Width of a cell's K in layer `il`."""
         return self.n_head_kv[il] * self.n_embd_head
 
     def n_embd_v(self, il: int) -> int:
-        """Width of a cell's V in layer `il`."""
-        return self.n_head_kv[il] * self.n_embd_head_v
+        """Width of a cell's V in layer `il`, 0 where it lies in K."""
+        return 0 if self.v_in_k else self.n_head_kv[il] * self.n_embd_head_v
 
     def rope_of(self, il: int) -> Rope:
         """The rotation in layer `il`."""
         return self.rope if self.rope_local is None or not self.windows[il] else self.rope_local
 
 
-def read_hparams(keys: Keys, rope_mode: int, *, rotates_part: bool = False) -> HParams:
+def read_hparams(
+    keys: Keys,
+    rope_mode: int,
+    *,
+    rotates_part: bool = False,
+    unlike_heads: bool = False,
+    needs_ffn: bool = True,
+) -> HParams:
     """The generic keys; `rope_mode` is the family's pairing (rope.NORM or rope.NEOX).
 
+    `rotates_part` allows that not all of a head turns, `unlike_heads` that V's are of another size.
+    `needs_ffn`: the width of a dense feed-forward must be there.
     Raises GGUFError for a missing, mistyped or absurd key.
     """
     n_layer = keys.integer("block_count", low=1, high=MAX_LAYERS)
@@ -75,7 +87,7 @@ def read_hparams(keys: Keys, rope_mode: int, *, rotates_part: bool = False) -> H
                 f"got {heads} and {heads_kv} in layer {il}",
                 "attention.head_count_kv",
             )
-    n_embd_head = _head_size(keys, n_embd, n_head[0])
+    n_embd_head, n_embd_head_v = _head_sizes(keys, n_embd, n_head[0], unlike=unlike_heads)
     n_ctx_train = keys.integer("context_length", low=1)
     _refuse_unlike(keys, n_embd_head)
     return HParams(
@@ -87,9 +99,9 @@ def read_hparams(keys: Keys, rope_mode: int, *, rotates_part: bool = False) -> H
         n_layer=n_layer,
         n_head=n_head,
         n_head_kv=n_head_kv,
-        n_ff=keys.per_layer("feed_forward_length", n_layer),
+        n_ff=keys.per_layer("feed_forward_length", n_layer, None if needs_ffn else (0,) * n_layer),
         n_embd_head=n_embd_head,
-        n_embd_head_v=n_embd_head,
+        n_embd_head_v=n_embd_head_v,
         n_expert=keys.integer("expert_count", default=0, high=4096),
         n_expert_used=keys.integer("expert_used_count", default=0, high=4096),
         norm_rms_eps=keys.real("attention.layer_norm_rms_epsilon", low=0),
@@ -120,7 +132,8 @@ def inverse_sqrt(n: int) -> float:
     return float(np.float32(1) / np.sqrt(np.float32(n)))
 
 
-def _head_size(keys: Keys, n_embd: int, n_head: int) -> int:
+def _head_sizes(keys: Keys, n_embd: int, n_head: int, *, unlike: bool) -> tuple[int, int]:
+    """Values of a K head and of a V head."""
     if "attention.key_length" not in keys and n_embd % n_head:
         raise keys.error(
             f"expected an embedding length that is a multiple of the {n_head} heads, got {n_embd}",
@@ -128,11 +141,11 @@ def _head_size(keys: Keys, n_embd: int, n_head: int) -> int:
         )
     n_k = keys.integer("attention.key_length", default=n_embd // n_head, low=1, high=MAX_SIZE)
     n_v = keys.integer("attention.value_length", default=n_embd // n_head, low=1, high=MAX_SIZE)
-    if n_k != n_v:
+    if n_k != n_v and not unlike:
         raise keys.unsupported(
             f"K heads of {n_k} and V heads of {n_v} values", what="unlike K and V heads"
         )
-    return n_k
+    return n_k, n_v
 
 
 def _refuse_unlike(keys: Keys, n_embd_head: int) -> None:

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from loragraph.errors import UnsupportedError
 from loragraph.graph.arch.family import About, Family
 from loragraph.graph.arch.llama import Llama
+from loragraph.graph.arch.qwen2moe import Qwen2MoE
+from loragraph.graph.arch.qwen3moe import Qwen3MoE
 
 __all__ = ["FAMILIES", "REFUSED", "About", "Family", "family_of"]
 
 FAMILIES: Mapping[str, type[Family]] = {
     "llama": Llama,
+    "qwen2moe": Qwen2MoE,
+    "qwen3moe": Qwen3MoE,
 }
 
 REFUSED: Mapping[str, str] = {

@@ -2,15 +2,19 @@
 
 x = embed(tokens); per layer x += wo(attend(rope(wq n), rope(wk n), wv n)) with n = norm(x), then
 x += down(silu(gate m) * up m) with m = norm(x); logits = output(norm(x)).
+Mixtral: that feed-forward is a mixture of experts.
 """
 
 from __future__ import annotations
 
-from loragraph.errors import UnsupportedError
+from dataclasses import replace
+
 from loragraph.ggml.handles import Tensor
 from loragraph.graph.arch.family import About
-from loragraph.graph.blocks import Block, Ends, RopeFactors
+from loragraph.graph.blocks import Block, Ends, GatedFFN, RopeFactors
 from loragraph.graph.builder import Builder
+from loragraph.graph.experts import MoE
+from loragraph.model.experts import ExpertParams, read_counts
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.keys import Keys
 from loragraph.model.rope import NORM
@@ -21,25 +25,29 @@ class Llama:
     """The family's tensors, asked for by name and shape, and its graph."""
 
     about = About(
-        models="Llama 1 to 3, Mistral, SmolLM2, TinyLlama",
+        models="Llama 1 to 3, Mistral, Mixtral, SmolLM2, TinyLlama",
         real=("SmolLM2-135M-Instruct Q4_1",),
-        unsupported=("experts",),
     )
 
     @staticmethod
     def read_hparams(keys: Keys) -> HParams:
-        """The generic keys."""
-        return read_hparams(keys, NORM)
+        """The generic keys; experts are as wide as the dense feed-forward."""
+        hparams = read_hparams(keys, NORM)
+        if hparams.n_expert:
+            if len(set(hparams.n_ff)) > 1:
+                raise keys.unsupported(
+                    "experts of unlike widths in its layers", what="experts of unlike widths"
+                )
+            hparams = replace(hparams, experts=ExpertParams(*read_counts(keys), hparams.n_ff[0]))
+        return hparams
 
     def __init__(self, hparams: HParams, weights: Weights) -> None:
-        if hparams.n_expert:
-            raise UnsupportedError(
-                f"a llama model with {hparams.n_expert} experts", what="llama with experts"
-            )
         self.hparams = hparams
         self.ends = Ends(hparams, weights)
         self.rope_factors = RopeFactors.of(hparams, weights)
-        self.layers = [_Layer(Block(hparams, weights, il)) for il in range(hparams.n_layer)]
+        self.layers = [
+            _Layer(Block(hparams, weights, il), hparams) for il in range(hparams.n_layer)
+        ]
 
     def build(self, b: Builder) -> Tensor:
         """Logits F32 [n_vocab, n_outputs]."""
@@ -62,9 +70,13 @@ class Llama:
 
 
 class _Layer:
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, hparams: HParams) -> None:
         self.attn_norm = block.norm("attn_norm")
         self.qkv = block.qkv()
         self.wo = block.attention_output()
         self.ffn_norm = block.norm("ffn_norm")
-        self.ffn = block.gated_ffn()
+        self.ffn: GatedFFN | MoE
+        if hparams.experts is None:
+            self.ffn = block.gated_ffn()
+        else:
+            self.ffn = MoE(block, hparams.n_embd, hparams.experts)

@@ -27,6 +27,7 @@ class Form:
     scale: float
     window: int = 0  # newest positions seen, the token's own included; 0: all
     softcap: float = 0.0  # c tanh(s / c); 0: none
+    sinks: Tensor | None = None  # F32 [n_head]: a score of each head that no position has
 
 
 def masked_n_kv(batch: Batch, n_cells: int) -> int:
@@ -43,7 +44,8 @@ class AttentionGraph(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """q, k, v F32 [hd, n_head(_kv), n_tokens] -> F32 [hd * n_head, n_tokens].
 
-        They may be views whose tokens are apart, as those of a fused projection are.
+        They may be views whose tokens are apart, as those of a fused projection are. Where cells
+        hold no V, v is the first values of k, and read as such.
 
         Also the nodes that write K and V where nothing refers to them: the graph must take them in
         first, by hand.

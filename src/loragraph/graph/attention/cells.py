@@ -61,10 +61,11 @@ class _Graph:
         self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, form: Form
     ) -> tuple[Tensor, list[Tensor]]:
         n_tokens = q.ne[2]
-        k_cells, v_cells = (
-            ops.set_rows(cells, ops.rows(new), self._cells)
-            for cells, new in ((self._cache.k[il], k), (self._cache.v[il], v))
-        )
+        k_cache = self._cache.k[il]
+        v_cache = k_cache if self._cache.v_in_k else self._cache.v[il]
+        k_cells = v_cells = ops.set_rows(k_cache, ops.rows(k), self._cells)
+        if not self._cache.v_in_k:
+            v_cells = ops.set_rows(v_cache, ops.rows(v), self._cells)
         heads = (q.ne[1], k.ne[1], k.ne[0], v.ne[0])
         attend = AttendNode(
             self._steps[form.window],
@@ -82,11 +83,10 @@ class _Graph:
         done = ops.custom_inplace(out, [q], reduce.function, reduce.userdata)
         self._nodes.append((attend, reduce, q, out))
         attend.bind_cells(
-            data_address(self._cache.k[il]),
-            self._cache.k[il].ptr.nb[1],
-            data_address(self._cache.v[il]),
-            self._cache.v[il].ptr.nb[1],
+            data_address(k_cache), k_cache.ptr.nb[1], data_address(v_cache), v_cache.ptr.nb[1]
         )
+        if form.sinks is not None:
+            attend.bind_sinks(data_address(form.sinks))
         return done, []
 
     def bind(self) -> None:

@@ -61,28 +61,30 @@ class _Graph:
         self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, form: Form
     ) -> tuple[Tensor, list[Tensor]]:
         n_tokens = q.ne[2]
-        writes = [
-            ops.set_rows(cache, ops.rows(new), self.cells)
-            for cache, new in ((self.cache.k[il], k), (self.cache.v[il], v))
-        ]
+        k_cells = self.cache.k[il]
+        v_cells = k_cells if self.cache.v_in_k else self.cache.v[il]
+        writes = [ops.set_rows(k_cells, ops.rows(k), self.cells)]
+        if not self.cache.v_in_k:
+            writes.append(ops.set_rows(v_cells, ops.rows(v), self.cells))
         out = ops.flash_attn(
             ops.permute(q, 0, 2, 1, 3),
-            self._read(ops, self.cache.k[il], k.ne[0]),
-            self._read(ops, self.cache.v[il], v.ne[0]),
+            self._read(ops, k_cells, k.ne[0], k.ne[1]),
+            self._read(ops, v_cells, v.ne[0], v.ne[1]),
             self.masks[form.window],
             form.scale,
             form.softcap,
         )
         ops.accumulate_in_f32(out)
+        if form.sinks is not None:
+            ops.add_sinks(out, form.sinks)
         return ops.reshape(out, v.ne[0] * q.ne[1], n_tokens), writes
 
     def bind(self) -> None:
         """No custom nodes."""
 
-    def _read(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
+    def _read(self, ops: Ops, cache: Tensor, n_embd_head: int, heads: int) -> Tensor:
         """The cells in use as [hd, n_kv, n_head_kv]."""
         size = ops.lib.c.ggml_row_size
-        heads = cache.ne[0] // n_embd_head
         strides = (size(cache.type, n_embd_head), size(cache.type, cache.ne[0]))
         view = ops.view(cache, (n_embd_head, heads, self.n_kv), strides)
         return ops.permute(view, 0, 2, 1, 3)

@@ -69,13 +69,10 @@ class _Graph:
     def layer(
         self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, form: Form
     ) -> tuple[Tensor, list[Tensor]]:
-        k_cache, v_cache = self.cache.k[il], self.cache.v[il]
-        n_tokens, width = q.ne[2], v_cache.ne[1]
-        flat = ops.view(v_cache, (1, v_cache.ne[0] * v_cache.ne[1]), (self._bytes(ops, 1),))
-        writes = [
-            ops.set_rows(k_cache, ops.rows(k), self.cells),
-            ops.set_rows(flat, ops.cont_row(v), self.value_cells[width]),
-        ]
+        k_cache, n_tokens = self.cache.k[il], q.ne[2]
+        writes = [ops.set_rows(k_cache, ops.rows(k), self.cells)]
+        if not self.cache.v_in_k:
+            writes.append(self._write_v(ops, self.cache.v[il], v))
         k_read = ops.permute(self._read_k(ops, k_cache, k.ne[0]), 0, 2, 1, 3)
         scores = ops.mul_mat(k_read, ops.permute(q, 0, 2, 1, 3))  # [n_kv, n_tokens, n_head]
         ops.accumulate_in_f32(scores)
@@ -84,18 +81,29 @@ class _Graph:
             scores = ops.tanh(ops.scale(scores, scale / form.softcap))
             scores, scale = ops.scale(scores, form.softcap), 1.0
         weights = ops.soft_max(scores, self.masks[form.window], scale)
-        out = ops.mul_mat(self._read_v(ops, v_cache, v.ne[0]), weights)
+        if form.sinks is not None:
+            ops.add_sinks(weights, form.sinks)
+        out = ops.mul_mat(self._read_v(ops, il, v.ne[0]), weights)
         return ops.cont_2d(ops.permute(out, 0, 2, 1, 3), v.ne[0] * q.ne[1], n_tokens), writes
 
     def bind(self) -> None:
         """No custom nodes."""
 
+    def _write_v(self, ops: Ops, cache: Tensor, v: Tensor) -> Tensor:
+        flat = ops.view(cache, (1, cache.ne[0] * cache.ne[1]), (self._bytes(ops, 1),))
+        return ops.set_rows(flat, ops.cont_row(v), self.value_cells[cache.ne[1]])
+
     def _read_k(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
         strides = (self._bytes(ops, n_embd_head), self._bytes(ops, cache.ne[0]))
         return ops.view(cache, (n_embd_head, cache.ne[0] // n_embd_head, self.n_kv), strides)
 
-    def _read_v(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
-        """[n_kv, hd, n_head_kv] of the transposed cache."""
+    def _read_v(self, ops: Ops, il: int, n_embd_head: int) -> Tensor:
+        """[n_kv, hd, n_head_kv] of the transposed cache, or turned over where V lies in K."""
+        if self.cache.v_in_k:
+            k = self.cache.k[il]
+            both = ops.view(k, (n_embd_head, self.n_kv), (self._bytes(ops, k.ne[0]),))
+            return ops.cont_2d(ops.permute(both, 1, 0, 2, 3), self.n_kv, n_embd_head)
+        cache = self.cache.v[il]
         n_cells, width = cache.ne[0], cache.ne[1]
         strides = (self._bytes(ops, n_cells), self._bytes(ops, n_cells * n_embd_head))
         return ops.view(cache, (self.n_kv, n_embd_head, width // n_embd_head), strides)

@@ -185,7 +185,7 @@ class _RoutedGraph:
         last = self._last
         if last is None or last.x is not x or last.ids is not None:
             node = ShrinkNode(self._steps[rows])
-            last = self._shrink(ops, node, x, None, [x])
+            last = self._shrink(ops, node, x, None, [])
         return self._expand(ops, ExpandNode(last.node, last.node.add_target(target)), y, last.done)
 
     def experts(
@@ -193,13 +193,13 @@ class _RoutedGraph:
     ) -> Tensor:
         target = self._resident.targets[w.name]
         n_used, n_x = ids.ne[0], x.ne[1]
-        if n_x not in (1, n_used) or x.ptr.nb[2] != n_x * x.ptr.nb[1]:
-            raise BackendError(f"expected adjacent rows, 1 or {n_used} a token, got {x}")
+        if n_x not in (1, n_used):
+            raise BackendError(f"expected 1 or {n_used} rows a token, got {x}")
         last = self._last
         if last is None or last.x is not x or last.ids is not ids:
             route = self._routed(ops, _Routing(rows, w.ne[2], n_used), ids)
             node = ShrinkNode(route.step, x_by_token=n_x == 1)
-            last = self._shrink(ops, node, x, ids, [x, route.done])
+            last = self._shrink(ops, node, x, ids, [route.done])
         return self._expand(ops, ExpandNode(last.node, last.node.add_target(target)), y, last.done)
 
     def _routed(self, ops: Ops, routing: _Routing, ids: Tensor) -> _Route:
@@ -213,10 +213,13 @@ class _RoutedGraph:
         return self._route
 
     def _shrink(
-        self, ops: Ops, node: ShrinkNode, x: Tensor, ids: Tensor | None, args: list[Tensor]
+        self, ops: Ops, node: ShrinkNode, x: Tensor, ids: Tensor | None, after: list[Tensor]
     ) -> _Shrink:
-        done = ops.custom(F32, (1,), args, node.function, node.userdata)
-        self._shrinks.append((node, x))
+        read = x
+        if not node.x_by_token and x.ne[2] > 1 and x.ptr.nb[2] != x.ne[1] * x.ptr.nb[1]:
+            read = ops.cont(x)  # the kernel knows one distance between rows
+        done = ops.custom(F32, (1,), [read, *after], node.function, node.userdata)
+        self._shrinks.append((node, read))
         self._last = _Shrink(x, ids, node, done)
         return self._last
 
