@@ -94,6 +94,10 @@ class Builder:
         factors = None if freq_factors is None else freq_factors.tensor
         return self.ops.rope(x, self._positions, rope, factors)
 
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor; x itself where that changes nothing."""
+        return x if factor == 1.0 else self.ops.scale(x, factor)
+
     def softcap(self, x: Tensor, most: float) -> Tensor:
         """most tanh(x / most), within [-most, most]; x itself where `most` is 0."""
         if not most:

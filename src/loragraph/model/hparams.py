@@ -46,6 +46,7 @@ class HParams:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    has_positions: bool = True  # False: nothing is rotated
     v_in_k: bool = False  # V is the first values of K's one head: cells hold K alone
     experts: ExpertParams | None = None
 
@@ -125,6 +126,11 @@ def read_windows(keys: Keys, n_layer: int, n_swa: int, period: int) -> tuple[int
         period = keys.integer(name, default=period, high=1024)
         local = tuple(period == 0 or il % period < period - 1 for il in range(n_layer))
     return tuple(n_swa if one else 0 for one in local)
+
+
+def square_root(n: int) -> float:
+    """sqrt(n), in float32 as llama.cpp has it."""
+    return float(np.sqrt(np.float32(n)))
 
 
 def inverse_sqrt(n: int) -> float:

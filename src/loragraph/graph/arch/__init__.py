@@ -6,15 +6,29 @@ from collections.abc import Mapping
 
 from loragraph.errors import UnsupportedError
 from loragraph.graph.arch.family import About, Family
+from loragraph.graph.arch.gemma import Gemma
+from loragraph.graph.arch.gemma2 import Gemma2
+from loragraph.graph.arch.gemma3 import Gemma3
+from loragraph.graph.arch.granite import Granite
 from loragraph.graph.arch.llama import Llama
+from loragraph.graph.arch.phi3 import Phi3
+from loragraph.graph.arch.qwen2 import Qwen2
 from loragraph.graph.arch.qwen2moe import Qwen2MoE
+from loragraph.graph.arch.qwen3 import Qwen3
 from loragraph.graph.arch.qwen3moe import Qwen3MoE
 
 __all__ = ["FAMILIES", "REFUSED", "About", "Family", "family_of"]
 
 FAMILIES: Mapping[str, type[Family]] = {
+    "gemma": Gemma,
+    "gemma2": Gemma2,
+    "gemma3": Gemma3,
+    "granite": Granite,
     "llama": Llama,
+    "phi3": Phi3,
+    "qwen2": Qwen2,
     "qwen2moe": Qwen2MoE,
+    "qwen3": Qwen3,
     "qwen3moe": Qwen3MoE,
 }
 
