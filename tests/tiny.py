@@ -43,6 +43,8 @@ __all__ = [
     "TinyLlama",
     "TinyModel",
     "gguf_bytes",
+    "random_normal",
+    "random_uniform",
     "tensor",
     "write_adapter_raw",
 ]
@@ -321,6 +323,7 @@ class TinyAdapter:
         layers = range(model.n_layer) if self.layers is None else self.layers
         targets = model.targets if self.targets is None else self.targets
         names = [f"blk.{il}.{target}.weight" for il in layers for target in targets]
+        names = [name for name in names if name in model.matrices()]  # layers may be unlike
         return names + ["token_embd.weight"] * self.embeddings + ["output.weight"] * self.output
 
     def keys(self, arch: str = "llama") -> dict[str, Value]:
@@ -353,6 +356,16 @@ def write_adapter_raw(
     if isinstance(tensors, Mapping):
         tensors = [tensor(name, array) for name, array in tensors.items()]
     return write_gguf(path, metadata, tensors)
+
+
+def random_normal(seed: int, name: str, shape: tuple[int, ...]) -> Array:
+    """Standard normal values that depend on seed and name alone."""
+    return _normal(seed, name, shape)
+
+
+def random_uniform(seed: int, name: str, low: float, high: float, n: int) -> Array:
+    """(n,) values in [low, high) that depend on seed and name alone."""
+    return _rng(seed, name).uniform(low, high, n).astype(np.float32)
 
 
 def _rng(seed: int, name: str) -> np.random.Generator:

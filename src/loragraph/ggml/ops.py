@@ -150,11 +150,14 @@ class Ops:
         self._check_gated("geglu_split", gate, up)
         return self._done(self._c.ggml_geglu_split(self.ctx.claim(), gate.ptr, up.ptr))
 
-    def rope(self, x: Tensor, pos: Tensor, rope: Rope, freq_factors: Tensor | None) -> Tensor:
-        """Rotates x F32 [head_dim, n_head, n] by positions I32 [n]."""
+    def rope(
+        self, x: Tensor, pos: Tensor, rope: Rope, freq_factors: Tensor | None, offset: int = 0
+    ) -> Tensor:
+        """Rotates x F32 [head_dim, n_head, n] by positions I32 [n], values from `offset` on."""
         expect(pos.type == I32 and pos.ne[1:] == (1, 1, 1), "rope: positions", pos)
         expect(x.ne[2] == pos.ne[0] and x.type == F32, "rope", x, pos)
-        expect(0 < rope.n_rot <= x.ne[0] and rope.n_rot % 2 == 0, f"rope: n_rot {rope.n_rot}", x)
+        fits = 0 < rope.n_rot <= x.ne[0] - offset and rope.n_rot % 2 == 0 <= offset
+        expect(fits, f"rope: n_rot {rope.n_rot}", x)
         expect(rope.mode in (0, 2), f"rope: mode {rope.mode}", x)
         if freq_factors is not None:
             enough = freq_factors.ne[0] >= rope.n_rot // 2
@@ -166,6 +169,8 @@ class Ops:
             *(rope.freq_base, rope.freq_scale, rope.ext_factor, rope.attn_factor),
             *(rope.beta_fast, rope.beta_slow),
         )
+        if offset:
+            self._c.ggml_rope_set_offset(ptr, offset)
         return self._done(ptr)
 
     def flash_attn(

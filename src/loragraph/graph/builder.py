@@ -89,10 +89,12 @@ class Builder:
         """[n_embd_head * n_head, n] as [n_embd_head, n_head, n]."""
         return self.ops.reshape(x, x.ne[0] // n_head, n_head, x.ne[1])
 
-    def rope(self, x: Tensor, rope: Rope, freq_factors: Weight | None = None) -> Tensor:
-        """Rotates [n_embd_head, n_head, n] by the tokens' positions."""
+    def rope(
+        self, x: Tensor, rope: Rope, freq_factors: Weight | None = None, offset: int = 0
+    ) -> Tensor:
+        """Rotates [n_embd_head, n_head, n] by the tokens' positions, from value `offset` on."""
         factors = None if freq_factors is None else freq_factors.tensor
-        return self.ops.rope(x, self._positions, rope, factors)
+        return self.ops.rope(x, self._positions, rope, factors, offset)
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         """x * factor; x itself where that changes nothing."""

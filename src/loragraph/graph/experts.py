@@ -82,8 +82,21 @@ class Router:
         return weights
 
 
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """down(silu(gate x) * up x), for every token."""
+
+    up: Linear
+    gate: Linear
+    down: Linear
+
+    def __call__(self, b: Builder, x: Tensor) -> Tensor:
+        up, gate = self.up(b, x), self.gate(b, x)
+        return self.down(b, b.ops.swiglu_split(gate, up))
+
+
 class MoE:
-    """sum over a token's experts e of weight_e down_e(act(gate_e x) * up_e x).
+    """sum over a token's experts e of weight_e down_e(act(gate_e x) * up_e x), + a shared expert.
 
     Gate and up may be the halves of one stack, `ffn_gate_up_exps`.
     """
@@ -102,9 +115,21 @@ class MoE:
             self.up = expert_linear(block, "ffn_up_exps", n_embd, n_ff, n_expert)
             self.gate = expert_linear(block, "ffn_gate_exps", n_embd, n_ff, n_expert)
         self.down = expert_linear(block, "ffn_down_exps", n_ff, n_embd, n_expert)
+        self.shared: SharedExpert | None = None
+        if params.n_ff_shared:
+            self.shared = SharedExpert(
+                up=block.linear("ffn_up_shexp", n_embd, params.n_ff_shared),
+                gate=block.linear("ffn_gate_shexp", n_embd, params.n_ff_shared),
+                down=block.linear("ffn_down_shexp", params.n_ff_shared, n_embd),
+            )
 
     def __call__(self, b: Builder, x: Tensor) -> Tensor:
-        """F32 [n_embd, n] of x F32 [n_embd, n]."""
+        """F32 [n_embd, n] of x F32 [n_embd, n], the shared expert added."""
+        chosen = self.chosen(b, x)
+        return chosen if self.shared is None else b.ops.add(chosen, self.shared(b, x))
+
+    def chosen(self, b: Builder, x: Tensor) -> Tensor:
+        """The part of the experts that the router chose."""
         ids, weights = self.router(b, x)
         n_embd, n = x.ne[:2]
         gate, up = self._gate_and_up(b, b.ops.reshape(x, n_embd, 1, n), ids)
@@ -136,25 +161,3 @@ def _summed(b: Builder, outs: Tensor) -> Tensor:
     for part in parts[1:]:
         total = b.ops.add(total, part)
     return b.ops.cont_2d(total, n_embd, n) if n_used == 1 else total
-
-
-@dataclass(frozen=True, slots=True)
-class SharedExpert:
-    """down(silu(gate x) * up x), for every token."""
-
-    up: Linear
-    gate: Linear
-    down: Linear
-
-    def __call__(self, b: Builder, x: Tensor) -> Tensor:
-        up, gate = self.up(b, x), self.gate(b, x)
-        return self.down(b, b.ops.swiglu_split(gate, up))
-
-
-def shared_expert(block: Block, n_embd: int, n_ff: int) -> SharedExpert:
-    """ffn_up_shexp, ffn_gate_shexp, ffn_down_shexp."""
-    return SharedExpert(
-        up=block.linear("ffn_up_shexp", n_embd, n_ff),
-        gate=block.linear("ffn_gate_shexp", n_embd, n_ff),
-        down=block.linear("ffn_down_shexp", n_ff, n_embd),
-    )

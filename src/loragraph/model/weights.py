@@ -14,7 +14,7 @@ from typing import Any
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
-from loragraph.ggml.handles import F32, Buffer, Tensor, TensorContext
+from loragraph.ggml.handles import F32, I32, Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.files import ModelFiles
 
@@ -67,7 +67,7 @@ class Weights:
     by_name: dict[str, Weight] = field(default_factory=dict)
     _ctx: TensorContext | None = None
     _buffers: list[Buffer] = field(default_factory=list)
-    _repack_choice: dict[tuple[int, int, int, int], Any] = field(default_factory=dict)
+    _repack_choice: dict[tuple[int, int, int, int, bool], Any] = field(default_factory=dict)
 
     def linear(self, name: str, *ne: int) -> Weight:
         """A matrix [n_in, n_out] that meets activations in `builder.linear`, with its w_s."""
@@ -84,6 +84,11 @@ class Weights:
     def experts(self, name: str, *ne: int) -> Weight:
         """A stack [n_in, n_out, n_expert] that meets activations in `builder.linear_id`."""
         return self._add(name, name, Use.EXPERTS, ne, self._scale(name, (ne[-1],)))
+
+    def heads(self, name: str, *ne: int) -> Weight:
+        """A stack [n_in, n_out, n_head] that meets activations in `builder.linear_heads`."""
+        scale = self._scale(name, (ne[-1],))
+        return self._add(name, name, Use.EXPERTS, ne, scale, batched=True)
 
     def lookup(self, name: str, *ne: int) -> Weight:
         """A table [n_embd, n_rows] whose rows are read by index."""
@@ -170,8 +175,16 @@ class Weights:
         return self.optional_vector(source.removesuffix(".weight") + ".scale", *ne)
 
     def _add(
-        self, name: str, source: str, use: Use, ne: tuple[int, ...], scale: Weight | None = None
+        self,
+        name: str,
+        source: str,
+        use: Use,
+        ne: tuple[int, ...],
+        scale: Weight | None = None,
+        *,
+        batched: bool = False,
     ) -> Weight:
+        """`batched`: a stack whose matrices meet an activation each, in one plain product."""
         if name in self.by_name:
             return self.by_name[name]
         info = self.files.tensors.get(source)
@@ -184,7 +197,8 @@ class Weights:
         if self._ctx is None:
             self._ctx = TensorContext(self.lib, 4 * len(self.files.tensors) + 16)
         tensor = self._ctx.new_tensor(info.type, ne, name)
-        repack_type = self._best_buffer_type(info) if use is Use.LINEAR else None
+        repacks = use in (Use.LINEAR, Use.EXPERTS) and not batched
+        repack_type = self._best_buffer_type(info, use) if repacks else None
         weight = Weight(name, tensor, info, use, repack_type, scale)
         if use is not Use.VECTOR:
             self._check_computable(weight)
@@ -251,28 +265,33 @@ class Weights:
         self._buffers.append(buffer)
         return buffer
 
-    def _best_buffer_type(self, info: TensorInfo) -> Any:
+    def _best_buffer_type(self, info: TensorInfo, use: Use) -> Any:
         """The first extra buffer type (repacked layout) that can multiply this weight, or None.
 
         Only what `supports_op` confirms is chosen: a type that cannot be repacked crashes there.
         """
         if not self.repack:
             return None
-        key = (info.type, *info.ne[:3])
+        key = (info.type, *info.ne[:3], use is Use.EXPERTS)
         if key not in self._repack_choice:
             candidates = extra_buffer_types(self.lib, self.device)
             self._repack_choice[key] = next(
-                (buft for buft in candidates if self._multiplies(info, buft)), None
+                (buft for buft in candidates if self._multiplies(info, buft, use)), None
             )
         return self._repack_choice[key]
 
-    def _multiplies(self, info: TensorInfo, buft: Any) -> bool:
+    def _multiplies(self, info: TensorInfo, buft: Any, use: Use = Use.LINEAR) -> bool:
         """Asks the device whether it computes w x with w of this type and shape in `buft`."""
         lib = self.lib
         with TensorContext(lib, 4) as ctx:
             w = ctx.new_tensor(info.type, info.ne)
-            x = ctx.new_tensor(F32, (info.ne[0], 512, info.ne[2], info.ne[3]))
-            product = lib.c.ggml_mul_mat(ctx.claim(), w.ptr, x.ptr)
+            if use is Use.EXPERTS:
+                x = ctx.new_tensor(F32, (info.ne[0], 1, 512))
+                ids = ctx.new_tensor(I32, (1, 512))
+                product = lib.c.ggml_mul_mat_id(ctx.claim(), w.ptr, x.ptr, ids.ptr)
+            else:
+                x = ctx.new_tensor(F32, (info.ne[0], 512, info.ne[2], info.ne[3]))
+                product = lib.c.ggml_mul_mat(ctx.claim(), w.ptr, x.ptr)
             if buft is None:
                 return bool(lib.c.ggml_backend_dev_supports_op(self.device, product))
             with Buffer(lib, lib.c.ggml_backend_buft_alloc_buffer(buft, 0), "probe") as probe:

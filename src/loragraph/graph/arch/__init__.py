@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loragraph.errors import UnsupportedError
+from loragraph.graph.arch.deepseek2 import DeepSeek2
 from loragraph.graph.arch.family import About, Family
 from loragraph.graph.arch.gemma import Gemma
 from loragraph.graph.arch.gemma2 import Gemma2
 from loragraph.graph.arch.gemma3 import Gemma3
+from loragraph.graph.arch.gpt_oss import GptOss
 from loragraph.graph.arch.granite import Granite
+from loragraph.graph.arch.granitemoe import GraniteMoE
 from loragraph.graph.arch.llama import Llama
 from loragraph.graph.arch.phi3 import Phi3
 from loragraph.graph.arch.qwen2 import Qwen2
@@ -20,10 +23,13 @@ from loragraph.graph.arch.qwen3moe import Qwen3MoE
 __all__ = ["FAMILIES", "REFUSED", "About", "Family", "family_of"]
 
 FAMILIES: Mapping[str, type[Family]] = {
+    "deepseek2": DeepSeek2,
     "gemma": Gemma,
     "gemma2": Gemma2,
     "gemma3": Gemma3,
+    "gpt-oss": GptOss,
     "granite": Granite,
+    "granitemoe": GraniteMoE,
     "llama": Llama,
     "phi3": Phi3,
     "qwen2": Qwen2,

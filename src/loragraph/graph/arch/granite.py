@@ -1,4 +1,4 @@
-"""general.architecture = granite: Granite 3 and 4, dense.
+"""general.architecture = granite: Granite 3 and 4 (those with experts: granitemoe.py).
 
 Llama with four constants: embeddings, both residual branches and scores times one each, logits
 divided by the last. A model that was trained without positions has none.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loragraph.errors import UnsupportedError
 from loragraph.ggml.handles import Tensor
 from loragraph.graph.arch.family import About
-from loragraph.graph.blocks import Block, Ends, RopeFactors
+from loragraph.graph.blocks import Block, Ends, GatedFFN, RopeFactors
 from loragraph.graph.builder import Builder
+from loragraph.graph.experts import MoE
+from loragraph.model.experts import ExpertParams, read_counts
 from loragraph.model.hparams import HParams, read_hparams
-from loragraph.model.keys import Keys
+from loragraph.model.keys import MAX_SIZE, Keys
 from loragraph.model.rope import NORM
 from loragraph.model.weights import Weights
 
@@ -37,6 +38,7 @@ class Granite:
         hparams = read_hparams(keys, NORM)
         return replace(
             hparams,
+            experts=_read_experts(keys, hparams) if hparams.n_expert else None,
             embedding_scale=keys.factor("embedding_scale"),
             residual_scale=keys.factor("residual_scale"),
             attention_scale=keys.real("attention.scale", default=0.0) or hparams.attention_scale,
@@ -45,14 +47,12 @@ class Granite:
         )
 
     def __init__(self, hparams: HParams, weights: Weights) -> None:
-        if hparams.n_expert:
-            raise UnsupportedError(
-                f"a granite model with {hparams.n_expert} experts", what="granite with experts"
-            )
         self.hparams = hparams
         self.ends = Ends(hparams, weights)
         self.rope_factors = RopeFactors.of(hparams, weights)
-        self.layers = [_Layer(Block(hparams, weights, il)) for il in range(hparams.n_layer)]
+        self.layers = [
+            _Layer(Block(hparams, weights, il), hparams) for il in range(hparams.n_layer)
+        ]
 
     def build(self, b: Builder) -> Tensor:
         """Logits F32 [n_vocab, n_outputs]."""
@@ -78,9 +78,19 @@ class Granite:
 
 
 class _Layer:
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, hparams: HParams) -> None:
         self.attn_norm = block.norm("attn_norm")
         self.qkv = block.qkv()
         self.wo = block.attention_output()
         self.ffn_norm = block.norm("ffn_norm")
-        self.ffn = block.gated_ffn()
+        self.ffn: GatedFFN | MoE
+        if hparams.experts is None:
+            self.ffn = block.gated_ffn()
+        else:
+            self.ffn = MoE(block, hparams.n_embd, hparams.experts)
+
+
+def _read_experts(keys: Keys, hparams: HParams) -> ExpertParams:
+    """Experts are as wide as the dense feed-forward would be; a shared one has a key."""
+    n_shared = keys.integer("expert_shared_feed_forward_length", default=0, high=MAX_SIZE)
+    return ExpertParams(*read_counts(keys), hparams.n_ff[0], n_ff_shared=n_shared)

@@ -12,7 +12,7 @@ from loragraph.ggml.handles import Tensor
 from loragraph.graph.arch.family import About
 from loragraph.graph.blocks import Block, Ends
 from loragraph.graph.builder import Builder
-from loragraph.graph.experts import MoE, shared_expert
+from loragraph.graph.experts import MoE
 from loragraph.model.experts import ExpertParams, read_counts, read_expert_width
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.keys import MAX_SIZE, Keys
@@ -80,10 +80,10 @@ class _Layer:
         self.ffn_norm = block.norm("ffn_norm")
         self.moe = MoE(block, hparams.n_embd, experts)
         self.shared_gate = block.linear("ffn_gate_inp_shexp", hparams.n_embd, 1)
-        self.shared = shared_expert(block, hparams.n_embd, experts.n_ff_shared)
 
     def ffn(self, b: Builder, x: Tensor) -> Tensor:
-        moe = self.moe(b, x)
+        assert self.moe.shared is not None  # its width is at least 1
         # llama.cpp divides silu(g) by g, which is NaN where g is 0.
         gate = b.ops.sigmoid(self.shared_gate(b, x))
-        return b.ops.add(moe, b.ops.mul(self.shared(b, x), gate))
+        shared = b.ops.mul(self.moe.shared(b, x), gate)
+        return b.ops.add(self.moe.chosen(b, x), shared)
