@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -30,7 +30,8 @@ from tests.reference.adapter import AdapterArrays, dequantised
 from tests.tiny_vocab import CHAT_TEMPLATE, bpe_metadata, spm_metadata
 
 F32 = GGMLQuantizationType.F32
-ATTENTION_TARGETS = ("attn_q", "attn_k", "attn_v", "attn_output")
+QKV = ("attn_q", "attn_k", "attn_v")
+ATTENTION_TARGETS = (*QKV, "attn_output")
 FFN_TARGETS = ("ffn_gate", "ffn_up", "ffn_down")
 LINEAR_TARGETS = ATTENTION_TARGETS + FFN_TARGETS
 
@@ -39,6 +40,7 @@ __all__ = [
     "CHAT_TEMPLATE",
     "FFN_TARGETS",
     "LINEAR_TARGETS",
+    "QKV",
     "TinyAdapter",
     "TinyLlama",
     "TinyModel",
@@ -66,6 +68,8 @@ class TinyModel:
     tied: bool = False
     attn_bias: bool = False  # biases of q, k, v and attn_output
     ffn_bias: bool = False  # biases of gate, up and down
+    fused_qkv: bool = False  # q, k and v as one matrix attn_qkv
+    biases_apart: bool = False  # though they are: attn_q.bias and so on
     rope_freqs: bool = False  # the tensor rope_freqs.weight (n_rot / 2) f32
     rope_scaling: Literal["linear", "yarn", "longrope"] | None = None
     rope_factor: float = 4.0
@@ -94,10 +98,9 @@ class TinyModel:
     def block_matrices(self) -> dict[str, tuple[int, ...]]:
         """Shapes (n_out, n_in), or (n_expert, n_out, n_in), of a layer's matrices by short name."""
         n_q, n_kv = self.n_head * self.n_rot, self.n_head_kv * self.n_rot
+        apart = {name: (n, self.n_embd) for name, n in zip(QKV, (n_q, n_kv, n_kv), strict=True)}
         return {
-            "attn_q": (n_q, self.n_embd),
-            "attn_k": (n_kv, self.n_embd),
-            "attn_v": (n_kv, self.n_embd),
+            **({"attn_qkv": (n_q + 2 * n_kv, self.n_embd)} if self.fused_qkv else apart),
             "attn_output": (self.n_embd, n_q),
             "ffn_gate": (self.n_ff, self.n_embd),
             "ffn_up": (self.n_ff, self.n_embd),
@@ -110,7 +113,12 @@ class TinyModel:
 
     def block_biases(self) -> tuple[str, ...]:
         """Short names of the matrices that have a bias."""
-        return ATTENTION_TARGETS * self.attn_bias + FFN_TARGETS * self.ffn_bias
+        attention = (*self.qkv_biases(), "attn_output")
+        return attention * self.attn_bias + FFN_TARGETS * self.ffn_bias
+
+    def qkv_biases(self) -> tuple[str, ...]:
+        """The biases of q, k and v, if there are any."""
+        return ("attn_qkv",) if self.fused_qkv and not self.biases_apart else QKV
 
     def own_keys(self) -> dict[str, Value]:
         """The family's own metadata, without `<arch>.`."""
@@ -147,13 +155,14 @@ class TinyModel:
         if self.rope_freqs:
             out["rope_freqs.weight"] = self.divisors("rope_freqs")
         out |= self.own_vectors()
+        apart = replace(self, fused_qkv=False).block_matrices() | self.block_matrices()
         for il in range(self.n_layer):
             for norm, n in self.block_norms().items():
                 name = f"blk.{il}.{norm}.weight"
                 out[name] = self._near_one(name, n)
             for target in self.block_biases():
                 name = f"blk.{il}.{target}.bias"
-                out[name] = self.bias(name, out[f"blk.{il}.{target}.weight"].shape[-2])
+                out[name] = self.bias(name, apart[target][-2])
             for target in self.targets if self.scales else ():
                 name = f"blk.{il}.{target}.scale"
                 out[name] = _rng(self.seed, name).uniform(0.5, 1.5, 1).astype(np.float32)
@@ -209,7 +218,8 @@ class TinyModel:
             }
         keys: dict[str, Value] = {
             "general.architecture": self.arch,
-            "general.name": f"tiny-{self.arch}-{self.seed}",
+            # libllama wants certain tokens of a model whose name says that it is a Phi 3.
+            "general.name": f"tiny-{self.arch.replace('phi3', 'phi')}-{self.seed}",
         }
         keys |= {f"{self.arch}.{name}": value for name, value in (own | self.own_keys()).items()}
         return keys | self._vocab_metadata() | dict(self.extra)

@@ -10,8 +10,6 @@ import numpy as np
 from tests.gguf_bytes import Array, Value
 from tests.tiny import TinyLlama, TinyModel
 
-QKV = ("attn_q", "attn_k", "attn_v")
-
 
 @dataclass(frozen=True)
 class TinyQwen2(TinyModel):
@@ -22,7 +20,7 @@ class TinyQwen2(TinyModel):
     arch = "qwen2"
 
     def block_biases(self) -> tuple[str, ...]:
-        return QKV
+        return self.qkv_biases()
 
     def own_vectors(self) -> dict[str, Array]:
         return {"output.bias": self.bias("output.bias", self.n_vocab)} if self.output_bias else {}
@@ -111,24 +109,19 @@ class TinyGemma3(TinyGemma2):
 class TinyPhi3(TinyModel):
     """q, k and v in one matrix, gate and up in another; longrope's factors under either type."""
 
-    fused: bool = True  # else attn_q, attn_k, attn_v
+    fused_qkv: bool = True
     long_factors: bool = False
     window: int = 0  # a key that llama.cpp reads and lays aside
 
     arch = "phi3"
 
     def block_matrices(self) -> dict[str, tuple[int, ...]]:
-        n_q, n_kv = self.n_head * self.n_rot, self.n_head_kv * self.n_rot
-        apart = super().block_matrices()
-        qkv = {"attn_qkv": (n_q + 2 * n_kv, self.n_embd)}
-        return (qkv if self.fused else {name: apart[name] for name in QKV}) | {
-            "attn_output": apart["attn_output"],
-            "ffn_up": (2 * self.n_ff, self.n_embd),
-            "ffn_down": apart["ffn_down"],
-        }
+        shapes = super().block_matrices() | {"ffn_up": (2 * self.n_ff, self.n_embd)}
+        del shapes["ffn_gate"]
+        return shapes
 
     def block_biases(self) -> tuple[str, ...]:
-        return (("attn_qkv",) if self.fused else QKV) if self.attn_bias else ()
+        return self.qkv_biases() * self.attn_bias
 
     def own_keys(self) -> dict[str, Value]:
         keys: dict[str, Value] = {}
@@ -190,3 +183,46 @@ TINY_FAMILIES: Mapping[str, type[TinyModel]] = {
     )
 }
 """Each family's tiny model; a test compares the names with the registry's."""
+
+
+VARIANTS: Mapping[str, TinyModel] = {
+    "llama": TinyLlama(),
+    "llama, fused": TinyLlama(fused_qkv=True, attn_bias=True, biases_apart=True),
+    "qwen2": TinyQwen2(),
+    "qwen2, tied, yarn": TinyQwen2(tied=True, rope_scaling="yarn", vocab="bpe"),
+    "qwen2, bias of the head": TinyQwen2(output_bias=True, n_head_kv=1),
+    "qwen2, fused": TinyQwen2(fused_qkv=True),
+    "qwen2, fused, biases apart": TinyQwen2(fused_qkv=True, biases_apart=True),
+    "qwen3": TinyQwen3(),
+    "qwen3, tied, linear": TinyQwen3(tied=True, rope_scaling="linear", n_head=6, vocab="bpe"),
+    "qwen3, fused, head of 16": TinyQwen3(fused_qkv=True, head_dim=16, n_head_kv=4),
+    "gemma": TinyGemma(),
+    "gemma, one head of k": TinyGemma(n_head_kv=1, head_dim=48),
+    "gemma2": TinyGemma2(),
+    "gemma2, pattern": TinyGemma2(n_layer=3, pattern=(False, True, True), rope_base_swa=500.0),
+    "gemma2, all local": TinyGemma2(pattern=0, n_swa=1),
+    "gemma2, default caps": TinyGemma2(attention_softcap=0.0, logit_softcap=0.0, n_swa=300),
+    "gemma2, 27B": TinyGemma2(n_layer=46, n_embd=32, n_ff=32, head_dim=16),
+    "gemma3": TinyGemma3(),
+    "gemma3, own pattern": TinyGemma3(n_layer=7, pattern=None, logit_softcap=3.0),
+    "gemma3, no window": TinyGemma3(n_swa=0, pattern=None, n_layer=2),
+    "gemma3, stretched, untied": TinyGemma3(
+        tied=False, rope_scaling="linear", rope_factor=8.0, rope_base_swa=300.0, n_swa=33
+    ),
+    "gemma3, pattern": TinyGemma3(pattern=(True, False, True), n_head_kv=4),
+    "gemma3, 27B": TinyGemma3(n_layer=62, pattern=None, n_embd=32, n_ff=32, head_dim=16),
+    "phi3": TinyPhi3(),
+    "phi3, long": TinyPhi3(long_factors=True, rope_orig_ctx=128),  # tests have room for 256
+    "phi3, short": TinyPhi3(long_factors=True, rope_orig_ctx=256),
+    "phi3, apart, in part": TinyPhi3(fused_qkv=False, rope_dim=12, tied=True),
+    "phi3, long, in part": TinyPhi3(
+        long_factors=True, rope_orig_ctx=128, rope_dim=8, attn_bias=True, window=17
+    ),
+    "granite": TinyGranite(),
+    "granite, biases": TinyGranite(ffn_bias=True, attn_bias=True, tied=True),
+    "granite, no scales": TinyGranite(embedding_scale=0, residual_scale=0, attention_scale=0),
+    "granite, no positions": TinyGranite(finetuned=False, fused_qkv=True),
+    "granite, factors": TinyGranite(finetuned=True, rope_freqs=True),
+}
+"""Every family with its optional parts on and off, all with windows and scaling that 200 tokens
+cross."""
