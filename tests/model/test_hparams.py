@@ -111,7 +111,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "rope scaling": ({"llama.rope.scaling.type": "ntk"}, "none, linear, yarn or longrope"),
     "both directions": ({"llama.attention.causal": False}, "reads text and writes none"),
     "unlike layers": ({"llama.attention.key_length_swa": 32}, "unlike the other layers' 16"),
-    "experts": ({"llama.expert_count": 8}, "experts"),
     "unlike heads": (
         {"llama.attention.key_length": 16, "llama.attention.value_length": 32},
         "K heads of 16 and V heads of 32",
