@@ -18,9 +18,11 @@ from loragraph.engine.assembly import make_runner
 from loragraph.engine.model import Model
 from loragraph.engine.runner import Runner
 from loragraph.graph.batch import Batch
+from loragraph.graph.lowrank.routed import RoutedLowering
+from loragraph.graph.lowrank.stacked import StackedLowering
 from loragraph.graph.stretches import Runs, Stretches, View
 from tests.numerics.compare import nmse
-from tests.numerics.runs import MIXING, LoweringName, Mode, open_context, random_tokens, run
+from tests.numerics.runs import MIXING, Logits, LoweringName, Mode, open_context, random_tokens, run
 from tests.tiny import TinyAdapter
 from tests.tiny_families import TINY_FAMILIES
 
@@ -39,8 +41,9 @@ MODES = {
     "cells": Mode("f32", "cells"),
     "flash": Mode("f16", "flash"),
 }
-# Measured, then tripled: other shapes of products, and gelu's table of F16 values behind them.
-BOUNDS = {"plain": (1e-12, 1e-8), "cells": (1e-12, 1e-8), "flash": (3e-8, 1e-6)}
+# Measured, then tripled, with silu and with gelu, a table of F16 values on the CPU: products have
+# other shapes, and ggml's flash attention sums V in F16, in the order of the cells.
+BOUNDS = {"plain": (1e-12, 3e-9), "cells": (1e-12, 3e-9), "flash": (1.5e-6, 1.5e-6)}
 
 
 def blocks(which: int) -> Runs:
@@ -106,11 +109,9 @@ class Step:
         )
 
 
-def mixed_logits(
-    runner: Runner, mixes: Sequence[Mix]
-) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+def mixed_logits(runner: Runner, mixes: Sequence[Mix]) -> list[Logits]:
     """Logits of each sequence's tokens, computed in two steps of all three."""
-    parts: list[list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]] = [[], [], []]
+    parts: list[list[Logits]] = [[], [], []]
     ends = [len(prompt) for prompt in PROMPTS]
     for begins, stops in (((0, 0, len(PREFIX)), FIRST), (FIRST, ends)):
         step = Step()
@@ -140,7 +141,8 @@ def test_a_mixed_step_gives_what_each_gets_alone(
         kv_type, attention = MODES[mode]
         held, runner = make_runner(model, 320, 256, lowering, kv_type, attention, 1)
         try:
-            held.hold((one, two))  # type: ignore[attr-defined]
+            assert isinstance(held, RoutedLowering | StackedLowering)
+            held.hold((one, two))
             actual = mixed_logits(runner, [Mix(each) for each in scales])
         finally:
             runner.close()

@@ -63,10 +63,11 @@ def test_a_missing_key_is_named(arch: str, tmp_path: Path) -> None:
             Model.load(path, n_threads=1)
 
 
+SHALLOW = [name for name, model in VARIANTS.items() if model.n_layer < 40]
 OPTIONAL = ("output.weight", "rope_freqs.weight")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SHALLOW)
 def test_a_missing_tensor_is_named(variant: str, tmp_path: Path) -> None:
     """Each tensor but biases, head and factors, taken away, is an error with its name; of a fused
     projection q is asked for next."""
@@ -84,7 +85,7 @@ def test_a_missing_tensor_is_named(variant: str, tmp_path: Path) -> None:
             Model.load(path, n_threads=1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SHALLOW)
 def test_a_misshapen_tensor_is_named(variant: str, tmp_path: Path) -> None:
     """Each tensor of the last layer and outside of layers, with a row too much, is named."""
     model = VARIANTS[variant]
