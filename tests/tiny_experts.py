@@ -140,6 +140,15 @@ class TinyGraniteMoE(TinyExperts, TinyGranite):
 
 
 @dataclass(frozen=True)
+class TinyGraniteWithExperts(TinyGraniteMoE):
+    """The same under the name of the dense family, without positions."""
+
+    finetuned: bool | None = False
+
+    arch = "granite"
+
+
+@dataclass(frozen=True)
 class TinyDeepSeek2(TinyExperts):
     """Latent attention, absorbed or not, q through a latent vector or not; a dense first layer."""
 
@@ -280,6 +289,7 @@ EXPERT_VARIANTS: Mapping[str, TinyModel] = {
     "qwen3moe all experts": TinyQwen3MoE(n_used=6, tied=True),
     "granitemoe": TinyGraniteMoE(),
     "granitemoe shared": TinyGraniteMoE(n_ff_shared=48, tied=True, attn_bias=True),
+    "granite with experts": TinyGraniteWithExperts(),
     "deepseek2": TinyDeepSeek2(),
     "deepseek2 sigmoid": TinyDeepSeek2(
         gating=2, norm_weights=True, weights_scale=2.5, selection_bias=True

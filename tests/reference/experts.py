@@ -45,7 +45,7 @@ class ReferenceExperts(ReferenceFamily):
             weights={_renamed(name, arch): _as_matrix(name, w) for name, w in base.weights.items()},
             arch=arch,
             rope=rope,
-            ropes=(rope,) * base.n_layer,
+            ropes=tuple(None if one is None else rope for one in base.ropes),
             windows=windows,
             n_used=int(number("expert_used_count")),
             sigmoid=number("expert_gating_func", 1) == 2,
@@ -90,9 +90,10 @@ class ReferenceExperts(ReferenceFamily):
 
     def _turned(self, il: int, x: Float, adapters: Sequence[Active]) -> tuple[Float, Float, Float]:
         q, k, v = self._qkv(il, x, adapters)
-        q = self.rope.rotate(self._maybe_norm(f"blk.{il}.attn_q_norm", q))
-        k = self.rope.rotate(self._maybe_norm(f"blk.{il}.attn_k_norm", k))
-        return q, k, v
+        q = self._maybe_norm(f"blk.{il}.attn_q_norm", q)
+        k = self._maybe_norm(f"blk.{il}.attn_k_norm", k)
+        rope = self.ropes[il]
+        return (q, k, v) if rope is None else (rope.rotate(q), rope.rotate(k), v)
 
     def _latent(self, il: int, x: Float, adapters: Sequence[Active]) -> tuple[Float, Float, Float]:
         """q, k, v of every head, or with attn_k_b one k and v that all heads read."""
@@ -207,7 +208,7 @@ class ReferenceExperts(ReferenceFamily):
 
 
 def _normalises(arch: str) -> bool:
-    return arch in ("llama", "qwen3moe", "granitemoe")
+    return arch in ("llama", "qwen3moe", "granite", "granitemoe")
 
 
 def _renamed(name: str, arch: str) -> str:

@@ -70,6 +70,7 @@ class RoutingOps(Ops):
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
         """a and b one behind the other along axis 0."""
         expect(a.type == b.type == F32 and a.ne[1:] == b.ne[1:], "concat", a, b)
+        self._dense_rows("concat", a, b)
         return self._done(self._c.ggml_concat(self.ctx.claim(), a.ptr, b.ptr, 0))
 
     def repeat_heads(self, a: Tensor, n_head: int) -> Tensor:
