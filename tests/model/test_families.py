@@ -155,7 +155,6 @@ def test_an_absurd_key_is_refused(
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("granite", {"deepstack_mapping": [-1, -1]}, "layers that read images"),
-    ("granite", {"expert_count": 4}, "granite model with 4 experts"),
     ("qwen3", {"attention.causal": False}, "reads text and writes none"),
     ("gemma3", {"attention.key_length_swa": 64}, "unlike the other layers' 32"),
     ("phi3", {"rope.scaling.type": "su"}, "none, linear, yarn or longrope, got 'su'"),
