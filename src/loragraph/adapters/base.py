@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 
 from loragraph.errors import FormatError
 from loragraph.ggml.gguf import GGUFFile
+from loragraph.model.fold import latent_tables
 
 Shape = tuple[int, int, int, int]
 
@@ -73,6 +74,7 @@ class BaseInfo:
     name: str
     targets: Mapping[str, BaseTarget]
     tied: bool
+    latent: frozenset[str] = frozenset()  # lookup tables whose rows are rotated
 
     @property
     def n_params(self) -> int:
@@ -126,4 +128,5 @@ def base_info_from_gguf(file: GGUFFile, *parts: GGUFFile) -> BaseInfo:
                 raise FormatError(f"tensor '{name}' stands in two files", path=part.path)
             shapes[name] = info.ne
     arch = file.string("general.architecture")
-    return base_info(arch, file.string("general.name", file.path.stem), shapes)
+    base = base_info(arch, file.string("general.name", file.path.stem), shapes)
+    return replace(base, latent=latent_tables(file))

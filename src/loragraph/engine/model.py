@@ -29,6 +29,7 @@ from loragraph.graph.arch import Family, family_of
 from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
 from loragraph.model.fingerprint import fingerprint
+from loragraph.model.fold import read_fold
 from loragraph.model.hparams import HParams
 from loragraph.model.keys import Keys
 from loragraph.model.weights import Progress, Use, Weights
@@ -337,7 +338,8 @@ def _prepare(
     hparams = family_class.read_hparams(keys)
     backend = CpuBackend(lib, n_threads)
     stack.callback(backend.close)
-    weights = Weights(lib, files, lib.c.ggml_backend_get_device(backend.ptr), repack)
+    device = lib.c.ggml_backend_get_device(backend.ptr)
+    weights = Weights(lib, files, device, repack, read_fold(files.metadata))
     stack.callback(weights.close)
     family = family_class(hparams, weights)
     weights.check_all_read()
@@ -352,4 +354,5 @@ def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:
         for name, weight in sorted(weights.by_name.items())
     }
     tied = weights.by_name[OUTPUT].info.name == TOKEN_EMBD
-    return BaseInfo(hparams.arch, hparams.name, targets, tied)
+    latent = frozenset() if weights.fold is None else weights.fold.latent
+    return BaseInfo(hparams.arch, hparams.name, targets, tied, latent)

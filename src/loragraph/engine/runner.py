@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from loragraph.graph.arch import Family
 from loragraph.graph.attention.base import Attention, AttentionGraph
 from loragraph.graph.batch import Batch
 from loragraph.graph.builder import Builder
+from loragraph.graph.expert_cache import ExpertCache, WholeStacks
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
@@ -64,8 +65,9 @@ class KeptGraph:
     ctx: TensorContext
     graph: Any
     logits: Tensor  # F32 [n_vocab, n_outputs]
-    lowering: GraphLowering  # these two keep the custom nodes' structs alive
+    lowering: GraphLowering  # these three keep the custom nodes' structs alive
     attention: AttentionGraph
+    experts: ExpertCache
     n_nodes: int
     plan: Any = field(init=False)  # making one walks the whole graph
     values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
@@ -84,15 +86,18 @@ class Runner:
         backend: CpuBackend,
         n_batch: int,
         n_ctx: int,
+        experts: Callable[[], ExpertCache] = WholeStacks,
     ) -> None:
         """Takes cache, lowering and backend over, unless it raises.
 
-        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence.
+        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence. `experts`
+        gives a new graph what its base products of experts read.
         """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
         self._n_ctx = n_ctx
+        self._experts = experts
         self._cache = cache
         self._attention = attention
         self._lowering = lowering
@@ -192,6 +197,7 @@ class Runner:
                 self.drop_graphs()  # their addresses are dead
             graph.lowering.bind()
             graph.attention.bind()
+            graph.experts.bind()
         except BaseException:
             self.drop_graphs()
             graph.ctx.close()
@@ -199,13 +205,14 @@ class Runner:
 
     def _build(self, batch: Batch, n_tokens: int, n_outputs: int, n_kv: int) -> KeptGraph:
         base_nodes = max(_MIN_NODES, _NODES_PER_TENSOR * self._n_tensors)
-        n_nodes = base_nodes + self._lowering.extra_nodes()
+        n_nodes = base_nodes + self._expert_nodes() + self._lowering.extra_nodes()
         self.counters.node_budget = n_nodes
         ctx = TensorContext(self._lib, n_nodes, n_nodes)
         try:
             graph = self._lib.c.ggml_new_graph_custom(ctx.ptr, n_nodes, False)
             lowering = self._lowering.begin(batch)
             attention = self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv)
+            experts = self._experts()
             builder = Builder(
                 ctx,
                 graph,
@@ -215,6 +222,7 @@ class Runner:
                 positions=self._inputs.tensor(ctx, "positions", n_tokens),
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
                 n_ctx=self._n_ctx,
+                experts=experts,
             )
             logits = self._family.build(builder)
             self._lib.c.ggml_set_output(logits.ptr)
@@ -223,7 +231,12 @@ class Runner:
             ctx.close()
             raise
         n_made = self._lib.c.ggml_graph_n_nodes(graph)
-        return KeptGraph(ctx, graph, logits, lowering, attention, n_made)
+        return KeptGraph(ctx, graph, logits, lowering, attention, experts, n_made)
+
+    def _expert_nodes(self) -> int:
+        """Nodes that add up what a token's experts gave: a view and a sum each."""
+        hparams = self._family.hparams
+        return 0 if hparams.experts is None else 2 * hparams.experts.n_used * hparams.n_layer
 
     def _write(self, batch: Batch, n_kv: int) -> None:
         """Writes every input of the step: what stays unwritten would be the last step's."""

@@ -8,6 +8,7 @@ from loragraph.ggml.handles import F32, I32, Tensor
 from loragraph.ggml.ops import Ops, expect
 
 _ASCENDING = 0
+_SRC0_IS_HADAMARD = 1
 
 
 class RoutingOps(Ops):
@@ -52,6 +53,25 @@ class RoutingOps(Ops):
         """a / b, with b repeated to the shape of a."""
         self._check_broadcast("div", a, b)
         return self._done(self._c.ggml_div(self.ctx.claim(), a.ptr, b.ptr))
+
+    def rotate(self, x: Tensor, hadamard: Tensor, signs: Tensor | None) -> Tensor:
+        """H (signs * x), blocks of x [m, ...] by themselves; hadamard F32 [block, block]."""
+        return self._hadamard(x if signs is None else self.mul(x, signs), hadamard)
+
+    def unrotate(self, x: Tensor, hadamard: Tensor, signs: Tensor | None) -> Tensor:
+        """signs * (H x): what `rotate` did, undone."""
+        x = self._hadamard(x, hadamard)
+        return x if signs is None else self.mul(x, signs)
+
+    def _hadamard(self, x: Tensor, hadamard: Tensor) -> Tensor:
+        block = hadamard.ne[0]
+        fits = hadamard.ne == (block, block, 1, 1) and x.ne[0] % block == 0 and x.ne[3] == 1
+        expect(fits and block & (block - 1) == 0, "hadamard", x, hadamard)
+        x = x if bool(self._c.ggml_is_contiguous(x.ptr)) else self.cont(x)
+        rows = self.reshape(x, block, x.ne[0] // block * x.ne[1] * x.ne[2])
+        out = self.mul_mat(hadamard, rows)
+        self._c.ggml_mul_mat_set_hint(out.ptr, _SRC0_IS_HADAMARD)  # a fast transform on the CPU
+        return self.reshape(out, *(x.ne[:2] if x.ne[2] == 1 else x.ne[:3]))
 
     def add_id(self, a: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         """a F32 [n, n_used, m] plus the row ids[u, t] of `rows` F32 [n, n_expert]."""

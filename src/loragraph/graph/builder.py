@@ -12,8 +12,9 @@ from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Rope
 from loragraph.ggml.routing_ops import RoutingOps
 from loragraph.graph.attention.base import AttentionGraph, Form
+from loragraph.graph.expert_cache import ExpertCache, WholeStacks
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
-from loragraph.model.weights import Weight
+from loragraph.model.weights import Rotation, Weight
 
 
 class Builder:
@@ -30,27 +31,36 @@ class Builder:
         positions: Tensor,
         out_ids: Tensor,
         n_ctx: int = 0,
+        experts: ExpertCache | None = None,
     ) -> None:
-        """`n_ctx` is the room of one sequence: a few rotations depend on it."""
+        """`n_ctx` is the room of one sequence: a few rotations depend on it. `experts` is where
+        the base products of experts read their matrices."""
         self.ops = RoutingOps(ctx)
         self._graph = graph
         self._lowering = lowering
+        self._experts = experts or WholeStacks()
         self._attention = attention
         self._tokens = tokens  # I32 [n_tokens]
         self._positions = positions  # I32 [n_tokens]
         self._out_ids = out_ids  # I32 [n_outputs]
         self._rows = RowSet.TOKENS
+        self._rotations: dict[tuple[Tensor, Rotation], Tensor] = {}
         self._head_ids: dict[tuple[int, int], Tensor] = {}
         self.n_ctx = n_ctx
 
     def embed(self, table: Weight) -> Tensor:
         """The table's rows of the step's tokens, F32 [n_embd, n_tokens], adapters included."""
         x = self.ops.get_rows(table.tensor, self._tokens)
+        if table.rotation is not None:
+            x = self.ops.unrotate(x, table.rotation.matrix, table.rotation.signs)
         return self._take(self._lowering.lookup(self.ops, table, self._tokens, x))
 
     def linear(self, w: Weight, x: Tensor, bias: Weight | None = None) -> Tensor:
-        """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n]."""
-        y = self.ops.mul_mat(w.tensor, x)
+        """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n].
+
+        The base product of a folded weight reads the rotated x, the low-rank part the plain one.
+        """
+        y = self.ops.mul_mat(w.tensor, self._rotated(w, x))
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)
         y = self._lowering.linear(self.ops, w, x, y, self._rows)
@@ -61,7 +71,8 @@ class Builder:
 
         `bias` F32 [n_out, n_expert]. Gives F32 [n_out, n_used, n].
         """
-        y = self.ops.mul_mat_id(w.tensor, x, ids)
+        stack, slots = self._experts.experts(self.ops, w, ids)
+        y = self.ops.mul_mat_id(stack, self._rotated(w, x), slots)
         if w.scale is not None:
             y = self.ops.mul(y, self._expert_scales(w.scale, ids))
         y = self._lowering.experts(self.ops, w, x, ids, y, self._rows)
@@ -139,6 +150,15 @@ class Builder:
     def _take(self, tensor: Tensor) -> Tensor:
         self.ops.lib.c.ggml_build_forward_expand(self._graph, tensor.ptr)
         return tensor
+
+    def _rotated(self, w: Weight, x: Tensor) -> Tensor:
+        """What the base product reads; weights with the same x share one rotation."""
+        if w.rotation is None:
+            return x
+        key = (x, w.rotation)
+        if key not in self._rotations:
+            self._rotations[key] = self.ops.rotate(x, w.rotation.matrix, w.rotation.signs)
+        return self._rotations[key]
 
     def _expert_scales(self, scale: Weight, ids: Tensor) -> Tensor:
         """w_s of the chosen experts, F32 [1, n_used, n]."""
