@@ -121,7 +121,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeCache]]:
     from loragraph.engine import runner
 
     made: list[FakeCache] = []
-    plain = runner.Runner
+    plain: Any = runner.Runner
 
     def with_cache(*parts: Any) -> Any:
         made.append(FakeCache(load_library()))
