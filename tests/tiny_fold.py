@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tests.gguf_bytes import Value, tensor, write_gguf
+from tests.gguf_bytes import RawTensor, Value, tensor, write_gguf
 from tests.reference.adapter import dequantised
 from tests.tiny import TinyModel
 
@@ -83,6 +83,12 @@ class Folding:
 
 def write_folded(model: TinyModel, folding: Folding, path: Path) -> Path:
     """The model's function as a file of folded weights."""
+    keys = model.metadata() | folding.metadata(model)
+    return write_gguf(path, keys, folded_tensors(model, folding))
+
+
+def folded_tensors(model: TinyModel, folding: Folding) -> list[RawTensor]:
+    """The model's tensors, folded where the folding says so."""
     folded = set(folding.names(model))
     if folding.latent or folding.tied:
         folded.add(TABLE)
@@ -94,4 +100,4 @@ def write_folded(model: TinyModel, folding: Folding, path: Path) -> Path:
         values = dequantised(raw.data, raw.shape, model._type(raw.name)).astype(np.float64)
         rotated = folding.rotate(values.reshape(raw.shape))
         tensors.append(tensor(raw.name, rotated.astype(np.float32), model._type(raw.name)))
-    return write_gguf(path, model.metadata() | folding.metadata(model), tensors)
+    return tensors
