@@ -185,6 +185,16 @@ def can_be_changed(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Prob
         )
 
 
+def not_latent(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
+    """The target's rows are not rotated: a low-rank change of plain ones would not fit."""
+    if base is not None and pair.target in base.latent:
+        yield UnsupportedError(
+            f"{draft.path}: LoRA tensor '{pair.target}' targets a prism.hadamard latent lookup "
+            "table, which is not supported",
+            what=f"adapters of the latent table {pair.target}",
+        )
+
+
 def shape(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
     """A and B have the target's sizes."""
     if base is None:
@@ -291,6 +301,7 @@ PAIR_CHECKS: tuple[PairCheck, ...] = (
     complete,
     in_base,
     can_be_changed,
+    not_latent,
     shape,
     ranks_agree,
     experts,

@@ -374,6 +374,7 @@ class Engine:
                 attention,
                 self.model.n_threads if n_threads is None else n_threads,
                 n_slots,
+                self.config.max_sequence_tokens,
             )
         assert isinstance(lowering, RoutedLowering | StackedLowering)
         return lowering

@@ -24,6 +24,7 @@ from loragraph.graph.arch import Family
 from loragraph.graph.attention.base import Attention, AttentionGraph
 from loragraph.graph.batch import Batch
 from loragraph.graph.builder import Builder
+from loragraph.graph.expert_cache import ExpertCache, WholeStacks
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
@@ -65,9 +66,10 @@ class KeptGraph:
     ctx: TensorContext
     graph: Any
     logits: Tensor  # F32 [n_vocab, n_outputs]
-    lowering: GraphLowering  # these three keep the custom nodes' structs alive
+    lowering: GraphLowering  # these four keep the custom nodes' structs alive
     attention: AttentionGraph
     products: GraphProducts
+    experts: ExpertCache
     n_nodes: int
     plan: Any = field(init=False)  # making one walks the whole graph
     values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
@@ -85,15 +87,20 @@ class Runner:
         lowering: Lowering,
         backend: CpuBackend,
         n_batch: int,
+        n_ctx: int,
+        experts: Callable[[], ExpertCache] = WholeStacks,
         products: Callable[[], GraphProducts] = GgmlProducts,
     ) -> None:
         """Takes cache, lowering and backend over, unless it raises.
 
-        `n_tensors` of the base sets the node budget; `products` makes a graph's base products.
+        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence. `experts`
+        gives a new graph what its base products of experts read, `products` its other base products.
         """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
+        self._n_ctx = n_ctx
+        self._experts = experts
         self._cache = cache
         self._attention = attention
         self._lowering = lowering
@@ -195,6 +202,7 @@ class Runner:
             graph.lowering.bind()
             graph.attention.bind()
             graph.products.bind()
+            graph.experts.bind()
         except BaseException:
             self.drop_graphs()
             graph.ctx.close()
@@ -202,7 +210,7 @@ class Runner:
 
     def _build(self, batch: Batch, n_tokens: int, n_outputs: int, n_kv: int) -> KeptGraph:
         base_nodes = max(_MIN_NODES, _NODES_PER_TENSOR * self._n_tensors)
-        n_nodes = base_nodes + self._lowering.extra_nodes()
+        n_nodes = base_nodes + self._expert_nodes() + self._lowering.extra_nodes()
         self.counters.node_budget = n_nodes
         ctx = TensorContext(self._lib, n_nodes, n_nodes)
         try:
@@ -210,6 +218,7 @@ class Runner:
             lowering = self._lowering.begin(batch)
             attention = self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv)
             products = self._products()
+            experts = self._experts()
             builder = Builder(
                 ctx,
                 graph,
@@ -219,6 +228,8 @@ class Runner:
                 positions=self._inputs.tensor(ctx, "positions", n_tokens),
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
                 products=products,
+                n_ctx=self._n_ctx,
+                experts=experts,
             )
             logits = self._family.build(builder)
             self._lib.c.ggml_set_output(logits.ptr)
@@ -227,7 +238,13 @@ class Runner:
             ctx.close()
             raise
         n_made = self._lib.c.ggml_graph_n_nodes(graph)
-        return KeptGraph(ctx, graph, logits, lowering, attention, products, n_made)
+        parts = (lowering, attention, products, experts)
+        return KeptGraph(ctx, graph, logits, *parts, n_made)
+
+    def _expert_nodes(self) -> int:
+        """Nodes that add up what a token's experts gave: a view and a sum each."""
+        hparams = self._family.hparams
+        return 0 if hparams.experts is None else 2 * hparams.experts.n_used * hparams.n_layer
 
     def _write(self, batch: Batch, n_kv: int) -> None:
         """Writes every input of the step: what stays unwritten would be the last step's."""
