@@ -14,6 +14,7 @@ from loragraph.graph.arch.llama import Llama
 from loragraph.graph.arch.phi3 import Phi3
 from loragraph.graph.arch.qwen2 import Qwen2
 from loragraph.graph.arch.qwen3 import Qwen3
+from loragraph.graph.arch.smollm3 import SmolLM3
 
 __all__ = ["FAMILIES", "REFUSED", "About", "Family", "family_of"]
 
@@ -26,6 +27,7 @@ FAMILIES: Mapping[str, type[Family]] = {
     "phi3": Phi3,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
+    "smollm3": SmolLM3,
 }
 
 REFUSED: Mapping[str, str] = {
