@@ -12,6 +12,7 @@ from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Ops, Rope
 from loragraph.graph.attention.base import AttentionGraph, Form
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
+from loragraph.graph.products import GgmlProducts, GraphProducts
 from loragraph.model.weights import Weight
 
 
@@ -29,9 +30,11 @@ class Builder:
         positions: Tensor,
         out_ids: Tensor,
         n_ctx: int = 0,
+        products: GraphProducts | None = None,
     ) -> None:
         """`n_ctx` is the room of one sequence: a few rotations depend on it."""
         self.ops = Ops(ctx)
+        self._products = products or GgmlProducts()
         self._graph = graph
         self._lowering = lowering
         self._attention = attention
@@ -48,7 +51,7 @@ class Builder:
 
     def linear(self, w: Weight, x: Tensor, bias: Weight | None = None) -> Tensor:
         """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n]."""
-        y = self.ops.mul_mat(w.tensor, x)
+        y = self._products.mul_mat(self.ops, w, x)
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)
         y = self._lowering.linear(self.ops, w, x, y, self._rows)
