@@ -94,7 +94,7 @@ class Runner:
         """Takes cache, lowering and backend over, unless it raises.
 
         `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence. `experts`
-        gives a new graph what its base products of experts read, `products` its other base products.
+        gives a new graph what its base products of experts read, `products` its other products.
         """
         self.counters = Counters()
         self._family = family
