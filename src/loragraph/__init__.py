@@ -12,6 +12,7 @@ from loragraph.engine.one_call import generate
 from loragraph.engine.request import AdapterUse, Choice, Event, Request, Result, Score
 from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import LoragraphError
+from loragraph.tools.convert import convert
 
 __all__ = [
     "Adapter",
@@ -31,6 +32,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "Timings",
+    "convert",
     "generate",
 ]
 

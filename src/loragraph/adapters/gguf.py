@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import (
     ALIGNMENT,
@@ -32,8 +33,15 @@ from loragraph.adapters.draft import (
     read_draft,
 )
 from loragraph.adapters.report import LoadReport, coverage
-from loragraph.adapters.values import Bytes, all_zero
-from loragraph.errors import AdapterFormatError, CapacityError, GGUFError, LoragraphError
+from loragraph.adapters.values import Bytes, all_zero, dequantised
+from loragraph.adapters.vectors import BaseRows, RowVectors, resolved
+from loragraph.errors import (
+    AdapterFormatError,
+    CapacityError,
+    GGUFError,
+    LoragraphError,
+    UnsupportedError,
+)
 from loragraph.ggml.gguf import TensorInfo
 from loragraph.ggml.lib import Library
 
@@ -47,6 +55,7 @@ def read_adapter(
     *,
     ignore_norm: bool = False,
     tied_output: bool | None = None,
+    rows: BaseRows | None = None,
 ) -> Adapter:
     """Loads an adapter for `base`; raises the first problem, in llama.cpp's order of checks.
 
@@ -54,6 +63,8 @@ def read_adapter(
     out again; a graph must not run such an adapter.
     `ignore_norm` leaves `*_norm.weight` tensors out instead of refusing them. `tied_output` decides
     whether the token table's pair also changes a tied head; None: what the file says, else True.
+    `rows` are the base's weights, which DoRA's magnitudes are relative to; without them an adapter
+    that has some can be looked at, but not run.
     Errors: GGUFError (container), AdapterFormatError, AdapterMismatchError (fit), UnsupportedError,
     CapacityError (no memory).
     """
@@ -67,10 +78,34 @@ def read_adapter(
             "bytes"
         ) from exc
     _fill(draft, pairs, data)
-    dead = [target for target, pair in pairs.items() if _changes_nothing(pair, data)]
+    dead = [
+        target
+        for target, pair in pairs.items()
+        if _changes_nothing(pair, data) and not draft.pairs[target].vectors
+    ]
     if len(dead) == len(pairs):
         raise _would_change_nothing(draft)
-    return _adapter(draft, base, pairs, data, dead)
+    tied, tied_warning = resolve_tied_output(draft, base)
+    vectors = _read_vectors(draft, pairs, data, rows)
+    if tied and TOKEN_EMBD in vectors:
+        raise UnsupportedError(
+            f"{draft.path}: DoRA of a token table that changes the tied head too",
+            what="DoRA of a tied table",
+            hint="load it with tied_output=False to change the lookup alone",
+        )
+    warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
+    for warning in warnings:
+        _log.warning("%s: %s", draft.path, warning)
+    return Adapter(
+        pairs,
+        data,
+        _report(draft, base, pairs, data.nbytes, warnings),
+        alpha=draft.alpha,
+        metadata=draft.scalars,
+        invocation_tokens=draft.invocation_tokens,
+        tied_output=tied,
+        vectors=vectors,
+    )
 
 
 def read_header(
@@ -96,7 +131,12 @@ def memory_of(draft: Draft) -> tuple[int, int]:
     """Bytes that the loaded adapter will take, and those of its lora_b tensors among them."""
     halves = [_tensors(pair) for pair in draft.pairs.values()]
     nbytes = sum(_aligned(half.nbytes) for pair in halves for half in pair)
-    return nbytes, sum(b.nbytes for _, b in halves)
+    # A magnitude comes with a gain and the rows' factors; lora_b's copy is F32 then.
+    nbytes += sum(3 * part.nbytes for pair in draft.pairs.values() for part in pair.vectors)
+    scaled = sum(
+        4 * math.prod(_tensors(pair)[1].ne) for pair in draft.pairs.values() if pair.magnitude
+    )
+    return nbytes + scaled, sum(b.nbytes for _, b in halves)
 
 
 def check_adapter(
@@ -207,7 +247,7 @@ def _data_problems(
     """Problems of the values of a pair, and whether A, B or the scale is zero."""
     problems: list[LoragraphError] = []
     zero = _scale(draft, pair) == 0
-    for info in _tensors(pair):
+    for info in (*_tensors(pair), *pair.vectors):
         data = np.empty(info.nbytes, np.uint8)
         try:
             _read(draft, file, info, data)
@@ -215,35 +255,72 @@ def _data_problems(
             return [error], False
         problems += (problem for check in DATA_CHECKS for problem in check(draft, info, data))
         zero = zero or all_zero(info.type, data)
-    return problems, zero
+    return problems, zero and not pair.vectors
 
 
-def _adapter(
-    draft: Draft, base: BaseInfo | None, pairs: dict[str, LoraPair], data: Bytes, dead: list[str]
-) -> Adapter:
-    tied, tied_warning = resolve_tied_output(draft, base)
-    warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
-    for warning in warnings:
-        _log.warning("%s: %s", draft.path, warning)
-    report = LoadReport(
+def _read_vectors(
+    draft: Draft, pairs: dict[str, LoraPair], data: Bytes, rows: BaseRows | None
+) -> dict[str, RowVectors]:
+    """Magnitudes and biases, and what the graph needs of them."""
+    found = {}
+    for target, header in draft.pairs.items():
+        if not header.vectors:
+            continue
+        pair = pairs[target]
+        found[target] = resolved(
+            target,
+            _vector(draft, header.magnitude),
+            _vector(draft, header.bias),
+            _values(pair.a, data),
+            _values(pair.b, data),
+            pair.scale,
+            rows,
+            is_table=target == TOKEN_EMBD,
+        )
+    return found
+
+
+def _vector(draft: Draft, info: TensorInfo | None) -> NDArray[np.float32] | None:
+    """A tensor's values (n,) f32, all finite."""
+    if info is None:
+        return None
+    data = np.empty(info.nbytes, np.uint8)
+    try:
+        with draft.path.open("rb") as file:
+            _read(draft, file, info, data)
+    except OSError as exc:
+        raise _unreadable(draft, exc) from exc
+    for check in DATA_CHECKS:
+        for problem in check(draft, info, data):
+            raise problem
+    return data.view(np.float32)
+
+
+def _values(half: LoraTensor, data: Bytes) -> NDArray[np.float32]:
+    raw = data[half.offset : half.offset + half.nbytes]
+    return dequantised(half.type, raw, half.ne)
+
+
+def _report(
+    draft: Draft,
+    base: BaseInfo | None,
+    pairs: dict[str, LoraPair],
+    nbytes: int,
+    warnings: tuple[str, ...],
+) -> LoadReport:
+    vectors = [part for pair in draft.pairs.values() for part in pair.vectors]
+    halves = [half for pair in pairs.values() for half in (pair.a, pair.b)]
+    return LoadReport(
         ranks={target: pair.rank for target, pair in pairs.items()},
         scales={target: pair.scale for target, pair in pairs.items()},
         coverage=coverage(pairs, base),
-        n_tensors=2 * len(pairs),
-        n_params=sum(math.prod(t.ne) for pair in pairs.values() for t in (pair.a, pair.b)),
+        n_tensors=len(halves) + len(vectors),
+        n_params=sum(math.prod(half.ne) for half in halves)
+        + sum(part.n_elements for part in vectors),
         base_params=base.n_params if base is not None else 0,
-        nbytes=len(data),
+        nbytes=nbytes + sum(part.nbytes for part in vectors),
         ignored=draft.norms,
         warnings=warnings,
-    )
-    return Adapter(
-        pairs,
-        data,
-        report,
-        alpha=draft.alpha,
-        metadata=draft.scalars,
-        invocation_tokens=draft.invocation_tokens,
-        tied_output=tied,
     )
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from loragraph.adapters.adapter import Adapter
 from loragraph.cli import options
 from loragraph.cli.adapter_list import adapter_list
+from loragraph.cli.flags import in_flags
 from loragraph.cli.interrupt import held_interrupt
 from loragraph.cli.library import ggml_folder
 from loragraph.engine.context import Context
@@ -256,7 +257,7 @@ def _warn(console: Console, loaded: Sequence[_Loaded]) -> None:
         if one.adapter.invocation_tokens:
             warnings.append("it has invocation tokens, but applies to the whole prompt here")
         for warning in warnings:
-            console.print(f"warning: {one.path}: {warning}")
+            console.print(f"warning: {one.path}: {in_flags(warning)}")
 
 
 def _show_statistics(console: Console, generation: Generation, loaded: Sequence[_Loaded]) -> None:

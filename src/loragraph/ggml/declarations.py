@@ -149,6 +149,18 @@ size_t ggml_quantize_chunk(int type, const float *src, void *dst, int64_t start,
 bool ggml_quantize_requires_imatrix(int type);
 bool ggml_validate_row_data(int type, const void *data, size_t nbytes);
 
+typedef void (*ggml_to_float_t)(const void *x, float *y, int64_t k);
+struct ggml_type_traits {
+    const char *type_name;
+    int64_t blck_size;
+    int64_t blck_size_interleave;
+    size_t type_size;
+    bool is_quantized;
+    ggml_to_float_t to_float;
+    void *from_float_ref;
+};
+const struct ggml_type_traits *ggml_get_type_traits(int type);
+
 struct ggml_type_traits_cpu { void *from_float; void *vec_dot; int vec_dot_type; int64_t nrows; };
 const struct ggml_type_traits_cpu *ggml_get_type_traits_cpu(int type);
 
