@@ -31,7 +31,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = TinyLlama()
     tiny.write(tmp_path / "base.gguf")
     for seed, name in enumerate(("pirate", "poem")):
-        TinyAdapter(seed=seed).write(tmp_path / f"{name}.gguf", tiny)
+        TinyAdapter(seed=seed, b_std=0.01).write(tmp_path / f"{name}.gguf", tiny)
     merge(tmp_path / "base.gguf", {tmp_path / "pirate.gguf": 1.0}, tmp_path / "merged.gguf")
     TinyAdapter(seed=3).write(tmp_path / "both.gguf", tiny)
     (tmp_path / "question.txt").write_text("Why?")

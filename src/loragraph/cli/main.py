@@ -13,6 +13,7 @@ import typer
 
 from loragraph.cli.combine import combine
 from loragraph.cli.convert import convert_command
+from loragraph.cli.doctor import doctor
 from loragraph.cli.extract import extract
 from loragraph.cli.flags import error_in_flags
 from loragraph.cli.inspect import inspect
@@ -38,6 +39,7 @@ app.command()(combine)
 app.command()(extract)
 app.command()(resize)
 app.command()(plan)
+app.command()(doctor)
 
 # Click's base of all usage errors; typer has a copy of click and does not export this class.
 _ClickError: Any = typer.BadParameter.__mro__[2]
