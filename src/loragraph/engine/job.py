@@ -43,6 +43,8 @@ class ChoiceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of `tokens`, where wanted
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    prompt_done: bool = False
+    last_token: float = 0.0  # when it came, on the engine's clock
 
     def add(self, token: int, logprob: TokenLogprob | None) -> None:
         """A token of the choice."""
@@ -106,6 +108,7 @@ class Job:
     scales: Mapping[Generation, float]  # in the order of the request, no zeros
     max_tokens: int
     sink: Sink
+    number: int = 0  # tells requests apart, in tables
     salt: str = ""
     deadline: float | None = None
     wants_events: bool = False
