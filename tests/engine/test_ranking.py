@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,3 +40,11 @@ def test_forbidden_tokens_come_last() -> None:
     logits[[70, 9_999]] = (1, 2)
 
     assert ranked(logits, 4).tolist() == [9_999, 70, 0, 1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_are_not_finite_do_not_end_it(bad: float) -> None:
+    """Whoever asked finds them in the result; nothing is raised here."""
+    logits = np.arange(1000, dtype=np.float32)
+    logits[::3] = bad
+    assert len(ranked(logits, 5)) <= 5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from loragraph.adapters.base import OUTPUT
 from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Rope
 from loragraph.ggml.routing_ops import RoutingOps
@@ -31,12 +32,16 @@ class Builder:
         tokens: Tensor,
         positions: Tensor,
         out_ids: Tensor,
+        n_states: int = 0,
         n_ctx: int = 0,
         experts: ExpertCache | None = None,
         products: GraphProducts | None = None,
     ) -> None:
-        """`n_ctx` is the room of one sequence: a few rotations depend on it. `experts` is where
-        the base products of experts read their matrices."""
+        """The last `n_states` of the outputs give their state, and no logits are computed there.
+
+        `n_ctx` is the room of one sequence: a few rotations depend on it. `experts` is where the
+        base products of experts read their matrices.
+        """
         self.ops = RoutingOps(ctx)
         self._products = products or GgmlProducts()
         self._graph = graph
@@ -46,10 +51,12 @@ class Builder:
         self._tokens = tokens  # I32 [n_tokens]
         self._positions = positions  # I32 [n_tokens]
         self._out_ids = out_ids  # I32 [n_outputs]
+        self._n_states = n_states
         self._rows = RowSet.TOKENS
         self._rotations: dict[tuple[Tensor, Rotation], Tensor] = {}
         self._head_ids: dict[tuple[int, int], Tensor] = {}
         self.n_ctx = n_ctx
+        self.state: Tensor | None = None  # F32 [n_embd, n_outputs], what the head reads
 
     def embed(self, table: Weight) -> Tensor:
         """The table's rows of the step's tokens, F32 [n_embd, n_tokens], adapters included."""
@@ -64,6 +71,15 @@ class Builder:
         The base product of a folded weight reads the rotated x, the low-rank part the plain one.
         """
         y = self._products.mul_mat(self.ops, w, self._rotated(w, x))
+        """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n]."""
+        if w.name == OUTPUT and self._n_states:
+            self.state = self._take(x)
+            n_logits = x.ne[1] - self._n_states
+            if not n_logits:
+                return x  # in place of logits that nobody reads
+            x = self.ops.view(x, (x.ne[0], n_logits), (int(x.ptr.nb[1]),))
+            self._rows = RowSet.LOGITS
+        y = self._products.mul_mat(self.ops, w, x)
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)
         y = self._lowering.linear(self.ops, w, x, y, self._rows)
