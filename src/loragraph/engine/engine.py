@@ -287,8 +287,11 @@ class Engine:
         """The table of adapters, by name."""
         self._check_open()
         names = self.registry.names()
+        core = self._core
         return self._thread.call(
-            lambda: tuple(adapter_rows(self.registry, self._core.residency.pool, names))
+            lambda: tuple(
+                adapter_rows(self.registry, core.residency.pool, names, core.holds.pinned)
+            )
         )
 
     def stats(self) -> EngineStats:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
@@ -36,6 +36,7 @@ class AdapterHeader:
     rank_max: int
     n_targets: int
     invocation_tokens: tuple[int, ...] = ()
+    coverage: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # see LoadReport
 
 
 HeaderReader = Callable[[Path], AdapterHeader]
@@ -209,7 +210,11 @@ def check_name(name: object) -> None:
 def header_of(adapter: Adapter) -> AdapterHeader:
     """The header of an adapter that is in memory."""
     return AdapterHeader(
-        resident_bytes(adapter), adapter.rank_max, len(adapter.pairs), adapter.invocation_tokens
+        resident_bytes(adapter),
+        adapter.rank_max,
+        len(adapter.pairs),
+        adapter.invocation_tokens,
+        adapter.report.coverage,
     )
 
 

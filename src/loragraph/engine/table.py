@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +36,16 @@ class AdapterRow:
     rank_max: int | None
     is_alora: bool
     n_users: int  # requests and pins that hold it
+    n_targets: int | None = None
+    coverage: Mapping[str, tuple[int, int]] | None = None  # see LoadReport
+    is_pinned: bool = False
 
 
 def adapter_rows(
-    registry: Registry, pool: Pool[Generation], names: Sequence[str]
+    registry: Registry,
+    pool: Pool[Generation],
+    names: Sequence[str],
+    pinned: Container[Generation] = (),
 ) -> Iterator[AdapterRow]:
     """The table's rows for these names; on the thread that owns the pool."""
     current = registry.current()
@@ -58,4 +64,7 @@ def adapter_rows(
             generation.header.rank_max,
             bool(generation.header.invocation_tokens),
             pool.n_users(generation),
+            generation.header.n_targets,
+            generation.header.coverage,
+            generation in pinned,
         )
