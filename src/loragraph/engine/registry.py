@@ -36,6 +36,8 @@ class AdapterHeader:
     rank_max: int
     n_targets: int
     invocation_tokens: tuple[int, ...] = ()
+    task_name: str = ""  # what its file says of itself
+    prompt_prefix: str = ""
 
 
 HeaderReader = Callable[[Path], AdapterHeader]
@@ -209,7 +211,12 @@ def check_name(name: object) -> None:
 def header_of(adapter: Adapter) -> AdapterHeader:
     """The header of an adapter that is in memory."""
     return AdapterHeader(
-        resident_bytes(adapter), adapter.rank_max, len(adapter.pairs), adapter.invocation_tokens
+        resident_bytes(adapter),
+        adapter.rank_max,
+        len(adapter.pairs),
+        adapter.invocation_tokens,
+        adapter.task_name,
+        adapter.prompt_prefix,
     )
 
 
