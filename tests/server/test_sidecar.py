@@ -187,7 +187,9 @@ def test_what_is_no_small_text_file_is_refused(tmp_path: Path, mode: str) -> Non
     ("text", "where"),
     [
         ("x = ", "TOML"),
-        ("a." * 20_000 + "a = 1", ""),
+        ("a." * 20_000 + "a = 1", "256 parts"),
+        (". " * 30_000, "TOML"),
+        ('"a" .\t' * 5000 + "a = 1", "256 parts"),
         ("x = " + "[" * 30_000, "TOML"),
         ("scale = " + "9" * 5000, "TOML"),
         ("colour = 1", "colour"),

@@ -29,7 +29,6 @@ MAX_STOP_BYTES = 4096
 MAX_LAST_N = 1 << 16
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
-_HUGE = 1e39  # more than any float32
 _GREEDY_BELOW = 1e-6  # a smaller temperature overflows, and leaves one candidate anyway
 _MAX_SINGLY = 200  # above, asking the grammar about all tokens at once is cheaper
 _SINGLY_PER_CANDIDATE = 4
@@ -369,8 +368,7 @@ def _nothing_left() -> InvalidRequestError:
 
 def _check_real(name: str, value: object, low: float, high: float) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    # an integer may be too large for a float, so its size is asked first
-    if not (good and low <= value <= high and abs(value) < _HUGE):  # type: ignore[arg-type,operator]
+    if not (good and math.isfinite(value) and low <= value <= high):  # type: ignore[arg-type,operator]
         bounds = f"from {low:g} to {high:g}" if math.isfinite(low) else f"up to {high:g}"
         raise _bad(name, f"a number {bounds}", value)
 

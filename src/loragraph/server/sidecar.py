@@ -29,8 +29,10 @@ MAX_KEYS = 1024
 MAX_KEY_CHARS = 512
 
 _MAX_KEPT = 4096  # sidecars of generations; the least recently used is read again
+# tomllib's time grows with the square of a dotted key's parts; possessive, so linear itself.
+_LONG_KEY = re.compile(r"""(?>\.[ \t]*+(?>[\w-]++|"[^"\n]*+"|'[^'\n]*+')?+[ \t]*+){256}""")
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
-# What a request says about its text or its length of life is not the adapter's to choose.
+# What only a request can mean.
 _NOT_SAMPLING = {"stop", "logit_bias", "logprobs", "prompt_logprobs"}
 _SAMPLING = {one.name for one in fields(SamplingParams)} - _NOT_SAMPLING
 
@@ -84,7 +86,8 @@ class Defaults:
         if self.keys is None:
             return True
         digest = hashlib.sha256((key or "").encode("utf-8", "surrogatepass")).digest()
-        return any([hmac.compare_digest(digest, one) for one in self.keys])  # all, in equal time
+        equal = [hmac.compare_digest(digest, one) for one in self.keys]  # all, in equal time
+        return any(equal)
 
 
 NO_DEFAULTS = Defaults()
@@ -223,7 +226,7 @@ class _Reader:
             SamplingParams(**given)
         except InvalidRequestError as error:
             raise FormatError(error.message, path=self._path, where=where) from error
-        except TypeError as error:  # a field that wants an object that TOML does not have
+        except (TypeError, OverflowError) as error:  # what no JSON request would get through
             raise FormatError(str(error), path=self._path, where=where) from error
         return given
 
@@ -279,7 +282,10 @@ def _document(path: Path) -> dict[str, Any]:
     if len(data) > MAX_SIDECAR_BYTES:
         raise FormatError(f"expected at most {MAX_SIDECAR_BYTES} bytes, got more", path=path)
     try:
-        return tomllib.loads(data.decode())
+        text = data.decode()
+        if _LONG_KEY.search(text):
+            raise ValueError("expected keys of at most 256 parts")
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise FormatError(f"{error!s:.200}", path=path, where="TOML") from error
 
