@@ -210,7 +210,9 @@ class _Reader:
         return values  # type: ignore[no-any-return]
 
     def _stop(self) -> tuple[str, ...]:
-        return tuple(self._sampled("stop", {"stop": tuple(self._strings("stop") or ())})["stop"])
+        stop = tuple(self._strings("stop") or ())
+        self._check_param("stop", stop, "stop")
+        return stop
 
     def _sampling(self) -> dict[str, Any]:
         table: dict[str, Any] = self._take("sampling", dict, {})
@@ -218,17 +220,18 @@ class _Reader:
             if name not in _SAMPLING:
                 expected = f"one of {', '.join(sorted(_SAMPLING))}"
                 raise self._bad(f"sampling.{name}", expected, "an unknown key")
-        return self._sampled("sampling", table)
+            if isinstance(table[name], list):
+                table[name] = tuple(table[name])
+            self._check_param(name, table[name], f"sampling.{name}")
+        return table
 
-    def _sampled(self, where: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields, once SamplingParams has taken them."""
+    def _check_param(self, name: str, value: object, where: str) -> None:
         try:
-            SamplingParams(**given)
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
         except InvalidRequestError as error:
             raise FormatError(error.message, path=self._path, where=where) from error
         except (TypeError, OverflowError) as error:  # what no JSON request would get through
             raise FormatError(str(error), path=self._path, where=where) from error
-        return given
 
     def _template(self, source: str, compile_: CompileTemplate) -> ChatTemplate:
         try:
