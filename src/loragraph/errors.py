@@ -10,6 +10,7 @@ LoragraphError
 ├─ RequestError(ValueError)          the caller of a generation is wrong           [status, param]
 │  ├─ InvalidRequestError              400
 │  ├─ ContextLengthError               400 context_length_exceeded
+│  ├─ PermissionDeniedError            403 permission_denied
 │  └─ ModelNotFoundError               404 model_not_found
 ├─ LifecycleError(RuntimeError)      use after close, close while attached, two threads
 ├─ CapacityError                     no cells, slots or places left                [status]
@@ -104,6 +105,13 @@ class ContextLengthError(RequestError):
     """The tokens do not fit into the context."""
 
     code = "context_length_exceeded"
+
+
+class PermissionDeniedError(RequestError):
+    """The caller may not use what the request names."""
+
+    status = 403
+    code = "permission_denied"
 
 
 class ModelNotFoundError(RequestError):

@@ -47,6 +47,7 @@ class CoreStats:
     n_failed: int = 0
     n_aborted: int = 0
     n_steps: int = 0
+    n_chunks: int = 0  # of all steps: a sequence's part of a step
     n_step_failures: int = 0
     n_prompt_tokens: int = 0
     n_generated_tokens: int = 0
@@ -151,6 +152,7 @@ class EngineCore:
             self._step_failed(error)
             return True
         self.stats.n_steps += 1
+        self.stats.n_chunks += len(plan.chunks)
         self.scheduler.complete(plan)
         self._update(plan, logits)
         return True

@@ -36,6 +36,8 @@ class AdapterLoader:
             max(ranks),
             len(draft.pairs),
             draft.invocation_tokens,
+            draft.task_name,
+            draft.prompt_prefix,
             coverage(draft.pairs, self._model.base_info),
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
+from loragraph.engine.pool import LoadCounts
 from loragraph.errors import (
     AdapterChangedError,
     ConfigError,
@@ -36,6 +37,8 @@ class AdapterHeader:
     rank_max: int
     n_targets: int
     invocation_tokens: tuple[int, ...] = ()
+    task_name: str = ""  # what its file says of itself
+    prompt_prefix: str = ""
     coverage: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # see LoadReport
 
 
@@ -55,6 +58,7 @@ class Generation:
     owned: bool = False  # the adapter in memory goes with the generation
     digest: str | None = None  # known from the first load on
     retired: bool = False  # the name means something else, or nothing
+    counts: LoadCounts = field(default_factory=LoadCounts)  # of the name; the pool's
 
     def check_digest(self, digest: str) -> None:
         """Notes the digest of a first load; AdapterChangedError where a later one differs."""
@@ -156,6 +160,7 @@ class Registry:
         self._unloaded.discard(name)
         if old is not None:
             old.retired = True
+            new.counts = old.counts
         return old
 
     def _list_dir(self) -> set[str]:
@@ -214,6 +219,8 @@ def header_of(adapter: Adapter) -> AdapterHeader:
         adapter.rank_max,
         len(adapter.pairs),
         adapter.invocation_tokens,
+        adapter.task_name,
+        adapter.prompt_prefix,
         adapter.report.coverage,
     )
 
