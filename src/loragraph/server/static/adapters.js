@@ -8,7 +8,7 @@ import { tint } from "./store.js";
 
 const FIRST_SHOWN = 100; // of a longer table, until more are asked for
 
-// Name, heading, text of a row. Those with `wide` are left out of narrow tables.
+// Key, heading, text of a row.
 const CELLS = [
   ["rank", "Rank", (row) => count(row.rank)],
   ["targets", "Targets", (row) => count(row.n_targets)],
@@ -20,7 +20,7 @@ const CELLS = [
   ["tokens", "Tokens", (row) => count(row.tokens)],
 ];
 
-/** "42 of 210"; which kinds of weights stands in the cell's title. */
+/** The share of the base's weights that an adapter changes. */
 export function coverage({ n_targets, n_base_targets }) {
   return n_targets && n_base_targets ? `${Math.round((100 * n_targets) / n_base_targets)} %` : "–";
 }
@@ -60,7 +60,7 @@ export class AdapterTable {
     byId("adapters-table").append(this.table, this.empty, this.more);
     this.#filter.addEventListener("input", () => this.#show());
     this.form = new LoadForm((fields) => this.#load(fields));
-    store.subscribe((state) => state.adapters && this.#show());
+    store.subscribe((_state, changed) => changed && this.#show());
   }
 
   #show() {
@@ -87,9 +87,12 @@ export class AdapterTable {
   }
 
   #make(name) {
-    const cells = CELLS.map(([key, heading]) => {
-      return h("td", { role: "cell", class: `cell-${key}`, "data-label": heading });
-    });
+    const texts = CELLS.map(() => h("span"));
+    const cells = CELLS.map(([key, heading], i) =>
+      h("td", { role: "cell", class: `cell-${key}`, "data-label": heading }, texts[i]),
+    );
+    const cover = tint(h("span", { class: "cover", "aria-hidden": "true" }), name);
+    cells[2].prepend(cover);
     const dot = tint(h("span", { class: "dot", "aria-hidden": "true" }), name);
     const title = h("span", { class: "name", translate: "no" }, name);
     const badge = h("span", { class: "badge", hidden: true }, "aLoRA");
@@ -110,7 +113,7 @@ export class AdapterTable {
     const actions = h("td", { role: "cell", class: "actions" }, pin, reload, unload);
     const defaults = h("td", { role: "cell", class: "cell-default", "data-label": "Default scale" }, input);
     const element = h("tr", { role: "row", "data-adapter": name }, head, ...cells, defaults, actions);
-    const parts = { element, cells, badge, input, pin, reload, unload };
+    const parts = { element, cells, texts, cover, badge, input, pin, reload, unload };
     this.#rows.set(name, parts);
     return parts;
   }
@@ -200,12 +203,11 @@ function head() {
 }
 
 function update(parts, row) {
-  CELLS.forEach(([, , text], i) => setText(parts.cells[i], text(row)));
+  CELLS.forEach(([, , text], i) => setText(parts.texts[i], text(row)));
   const state = parts.cells[CELLS.findIndex(([key]) => key === "state")];
   setAttribute(state, "data-state", row.pinned ? "pinned" : row.state);
-  const kinds = Object.entries(row.coverage ?? {}).map(([kind, [n, all]]) => `${kind} ${n} of ${all}`);
-  setAttribute(parts.cells[2], "title", kinds.join("\n") || null);
-  setAttribute(parts.element, "title", row.path);
+  showCoverage(parts.cover, row);
+  setAttribute(parts.element, "title", row.file);
   parts.badge.hidden = !row.alora;
   if (document.activeElement !== parts.input) {
     const value = String(Number(row.default_scale.toFixed(4)));
@@ -214,6 +216,20 @@ function update(parts, row) {
   setText(parts.pin, row.pinned ? "Unpin" : "Pin");
   setAttribute(parts.pin, "aria-label", `${row.pinned ? "Unpin" : "Pin"} ${row.name}`);
   parts.reload.disabled = !row.file;
+}
+
+/** A bar for each kind of weight: how much of it the adapter changes. */
+function showCoverage(cover, row) {
+  const kinds = Object.entries(row.coverage ?? {});
+  const title = kinds.map(([kind, [n, all]]) => `${kind}: ${n} of ${all}`).join("\n");
+  if (cover.title === title) return;
+  cover.title = title;
+  const bars = kinds.map(([, [n, all]]) => {
+    const bar = h("span");
+    bar.style.setProperty("--part", `${all ? (100 * n) / all : 0}%`);
+    return bar;
+  });
+  cover.replaceChildren(...bars);
 }
 
 function disarm(button, name) {

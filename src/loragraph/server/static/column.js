@@ -103,7 +103,7 @@ export class Column {
     // An unanswered question is no turn: the next one must not build on it.
     if (content || !answer.error) this.history.push({ role: "assistant", content });
     else this.history.pop();
-    answer.element.classList.toggle("empty", content === "");
+    answer.element.classList.toggle("empty", content === "" && !answer.error);
     this.#showFacts();
   }
 
@@ -142,19 +142,19 @@ export class Column {
     const busy = this.element.classList.contains("busy");
     const prompt = usage?.prompt_tokens;
     const cached = usage?.prompt_tokens_details?.cached_tokens ?? timings?.cache_n;
+    this.facts.hidden = Boolean(answer.error) && answer.first === null;
     const rows = [
-      ["speed", `${rate(timings?.predicted_per_second ?? (busy ? streamed : null))} tokens/s`],
+      ["tokens/s", rate(timings?.predicted_per_second ?? (busy ? streamed : null))],
       ["first token", seconds(answer.first === null ? null : (answer.first - answer.started) / 1000)],
       ["tokens", count(usage?.completion_tokens ?? (answer.pieces || null))],
       ["prompt", count(prompt)],
       ["from cache", prompt ? `${count(cached)} (${percent(cached, prompt)})` : "–"],
       ["end", busy ? "…" : endOf(answer)],
     ];
-    const list = rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]).flat();
-    if (Array.isArray(adapters)) {
-      list.push(h("dt", {}, "made by"), h("dd", { class: "made-by" }, madeBy(adapters)));
-    }
-    this.facts.replaceChildren(...list);
+    if (Array.isArray(adapters)) rows.push(["made by", madeBy(adapters)]);
+    const pair = ([name, value]) =>
+      h("div", { "data-fact": name }, h("dt", {}, name), h("dd", {}, value));
+    this.facts.replaceChildren(...rows.map(pair));
   }
 
   #name() {

@@ -43,7 +43,7 @@ export class Columns {
     this.element = byId("columns");
     this.#append(new Column(true, {}));
     byId("add-column").addEventListener("click", () => this.#addAndPick());
-    store.subscribe((state) => this.#update(state));
+    store.subscribe((_state, changed) => this.#update(changed));
   }
 
   get running() {
@@ -115,17 +115,18 @@ export class Columns {
 
   #addAndPick() {
     const column = this.add([]);
-    if (column) this.#pick(column);
+    if (column) this.#pick(column, () => this.#remove(column));
     else notice(byId("ask-error"), `More than ${MAX_COLUMNS} columns are too many.`);
   }
 
-  #pick(column) {
+  #pick(column, cancelled) {
     this.#picker.open(
       (name) => column.editor.has(name),
       (name) => {
         column.editor.add(name);
         column.element.querySelector("li:last-of-type input[type=range]")?.focus();
       },
+      cancelled,
     );
   }
 
@@ -137,12 +138,12 @@ export class Columns {
     byId("add-column").focus();
   }
 
-  #update(state) {
+  #update(changed) {
     if (!this.#started) {
       this.#started = true;
       this.#start();
     }
-    if (state.adapters) {
+    if (changed) {
       for (const column of this.#columns) column.editor.mark((name) => !!this.#store.adapter(name));
     }
   }

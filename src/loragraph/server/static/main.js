@@ -90,7 +90,8 @@ showTheme();
 // -- the server's name -----------------------------------------------------------------------------
 
 store.subscribe(({ base, version }) => {
-  setText(byId("base"), `${base.name} · ${count(base.n_ctx)} tokens of context`);
+  setText(byId("base"), base.name);
+  byId("base").title = `${base.name}: at most ${count(base.n_ctx)} tokens a request`;
   setText(byId("version"), `loragraph ${version}`);
   document.title = `${base.name} · loragraph`;
 });

@@ -10,6 +10,7 @@ export class Picker {
   #store;
   #taken = () => false;
   #done = () => {};
+  #cancelled = () => {};
 
   constructor(store) {
     this.#store = store;
@@ -31,6 +32,7 @@ export class Picker {
         "aria-label": "Add an adapter",
         onkeydown: (event) => this.#move(event),
         onclick: (event) => event.target === this.dialog && this.dialog.close(),
+        onclose: () => this.#cancelled(),
       },
       h(
         "form",
@@ -43,10 +45,14 @@ export class Picker {
     document.body.append(this.dialog);
   }
 
-  /** Asks for an adapter; `taken` tells which cannot be chosen, `done` gets the name. */
-  open(taken, done) {
+  /**
+   * Asks for an adapter; `taken` tells which cannot be chosen, `done` gets the name, `cancelled` is
+   * called where none was chosen.
+   */
+  open(taken, done, cancelled = () => {}) {
     this.#taken = taken;
     this.#done = done;
+    this.#cancelled = cancelled;
     this.search.value = "";
     this.#show();
     this.dialog.showModal();
@@ -80,6 +86,7 @@ export class Picker {
         type: "button",
         disabled: this.#taken(row.name),
         onclick: () => {
+          this.#cancelled = () => {};
           this.dialog.close();
           this.#done(row.name);
         },

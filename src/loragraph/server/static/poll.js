@@ -4,6 +4,7 @@ import { byId, setAttribute, setText } from "./dom.js";
 
 const EVERY_MS = 1000;
 const MAX_WAIT_MS = 10_000;
+const STATES = { 401: "key needed", 403: "key needed", 503: "loading" };
 
 export class Poll {
   #api;
@@ -40,7 +41,7 @@ export class Poll {
       show(answer.status);
     } catch (error) {
       this.#failures += 1;
-      show(error.status === 401 || error.status === 403 ? "key needed" : "no answer", error.message);
+      show(STATES[error.status] ?? "no answer", error.message);
     }
     this.#inFlight = false;
     if (this.#again) {

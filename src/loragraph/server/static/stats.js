@@ -65,8 +65,8 @@ export class Stats {
     this.#samples = this.#samples.slice(-N_SAMPLES);
     this.#showSpeed();
     this.#showCells(cells);
-    const seen = counters.hit + counters.computed_prompt;
-    this.cache.set(percent(counters.hit, seen), `${count(counters.hit)} prompt tokens not computed`);
+    const detail = `${count(counters.hit)} of ${count(counters.prompt)} prompt tokens`;
+    this.cache.set(percent(counters.hit, counters.prompt), detail);
     const waiting = requests.waiting ? `, ${count(requests.waiting)} waiting` : "";
     this.requests.set(
       `${count(requests.running)} running${waiting}`,

@@ -11,21 +11,23 @@ export class Store {
     return () => this.#listeners.delete(listener);
   }
 
-  /** Takes an answer of `api/state`; one without rows leaves the rows as they are. */
+  /** Takes an answer of `api/state`: figures, and the rows that changed since the last one. */
   take(answer) {
-    if (Array.isArray(answer.adapters)) {
-      this.adapters = answer.adapters;
-      this.#byName = new Map(answer.adapters.map((row) => [row.name, row]));
-    }
-    const previous = this.state;
+    if (answer.all) this.#byName.clear();
+    for (const name of answer.removed) this.#byName.delete(name);
+    for (const row of answer.adapters) this.#byName.set(row.name, row);
+    const changed = answer.all || answer.removed.length > 0 || answer.adapters.length > 0;
+    if (changed) this.adapters = [...this.#byName.values()].sort(byName);
     this.state = answer;
-    for (const listener of this.#listeners) listener(answer, previous);
+    for (const listener of this.#listeners) listener(answer, changed);
   }
 
   adapter(name) {
     return this.#byName.get(name);
   }
 }
+
+const byName = (a, b) => (a.name < b.name ? -1 : 1);
 
 const GOLDEN_ANGLE = 137.508;
 const hues = new Map();
