@@ -152,7 +152,7 @@ export class Columns {
   #start() {
     const mixes = new URLSearchParams(location.hash.slice(1)).getAll("mix").map(parseMix);
     const first = this.#store.adapters.slice(0, FIRST_MIXES).map((row) => [[row.name, 1]]);
-    for (const mix of location.hash ? mixes : first) this.add(mix);
+    for (const mix of mixes.length || location.hash === "#base" ? mixes : first) this.add(mix);
     this.#save();
   }
 

@@ -47,6 +47,11 @@ function grow() {
   question.style.height = `${question.scrollHeight + 2}px`;
 }
 
+// Not by its address, which holds the mixes.
+byId("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  question.focus();
+});
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   ask();
