@@ -132,7 +132,7 @@ def test_many_viewers_cost_one_snapshot(
     monkeypatch.setattr(page_state, "MIN_AGE_S", 60.0)
     calls = []
     take = page_state._take
-    monkeypatch.setattr(page_state, "_take", lambda *args: calls.append(1) or take(*args))
+    monkeypatch.setattr(page_state, "_take", lambda *args: (calls.append(1), take(*args))[1])
     answers = [state(http) for _ in range(5)]
 
     assert len(calls) == 1
