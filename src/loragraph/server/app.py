@@ -12,7 +12,16 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from loragraph.engine.engine import Engine
-from loragraph.server import adapters_api, errors, health, llamacpp, metrics, openai, page
+from loragraph.server import (
+    access_log,
+    adapters_api,
+    errors,
+    health,
+    llamacpp,
+    metrics,
+    openai,
+    page,
+)
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate
 from loragraph.server.state import ServerState
@@ -48,6 +57,7 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    access_log.install(app, state)
     if engine is not None:
         state.opened(engine)
     return app

@@ -35,7 +35,6 @@ class EventStream(Response):
         self._timeout_s = send_timeout_s
         self.status_code = 200
         self.background = None
-        self.body = b""
         self.init_headers(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
