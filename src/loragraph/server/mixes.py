@@ -13,6 +13,7 @@ from typing import Any
 
 from loragraph.engine.request import AdapterUse
 from loragraph.errors import InvalidRequestError, ModelNotFoundError
+from loragraph.server.sidecar import Defaults
 from loragraph.server.state import ServerState
 
 MAX_ENTRIES = 256
@@ -46,7 +47,7 @@ def resolve_mix(
         )
     if chosen is None:
         if named is not None:
-            return RequestMix(shown, {named: 1.0})
+            return RequestMix(shown, {named: default_scale(state, named)})
         return RequestMix(shown, state.default_mix, is_default=True)
     if named is not None and named not in _on(chosen):
         field = "adapters" if by_lora is None else "lora"
@@ -84,6 +85,28 @@ def parse_scales(state: ServerState, value: Any, field: str) -> dict[str, float]
             raise InvalidRequestError(f"{field}: {name!r:.80} is given twice", param=field)
         scales[name] = _scale(name, scale, field)
     return scales
+
+
+def default_scale(state: ServerState, name: str) -> float:
+    """The scale of an adapter that is named without one; 1 for an unknown name.
+
+    FormatError for a sidecar that is wrong.
+    """
+    try:
+        return state.sidecars.of(state.engine.registry.resolve(name)).scale
+    except ModelNotFoundError:
+        return 1.0  # whoever looks it up finds out
+
+
+def mix_defaults(state: ServerState, mix: RequestMix, key: str) -> Defaults:
+    """What the adapters of a mix give a request with that API key; for every generating route.
+
+    PermissionDeniedError where one of them is not for that key, FormatError for a wrong sidecar,
+    ModelNotFoundError for an unknown name. Reads files, so not on the event loop.
+    """
+    registry = state.engine.registry
+    names = [name for name, scale in mix.scales.items() if scale != 0]
+    return state.sidecars.for_mix([registry.resolve(name) for name in names], key)
 
 
 def uses_json(uses: tuple[AdapterUse, ...]) -> list[dict[str, Any]]:
@@ -125,7 +148,7 @@ def _model(state: ServerState, model: str | None) -> tuple[str, str | None]:
 
 def _entry(state: ServerState, entry: Any, field: str) -> tuple[str, Any]:
     if isinstance(entry, str):
-        return entry, 1.0
+        return entry, default_scale(state, entry)
     if not isinstance(entry, Mapping):
         raise InvalidRequestError(
             f"Field '{field}': Error: '{field}' must be an array of objects with 'id' (or 'name') "

@@ -42,8 +42,8 @@ class Run:
 
     async def finish(self) -> Result:
         """Waits for the result; cancelling this cancels the request."""
-        async with aclosing(self._outcomes(events=False)) as outcomes:
-            async for _ in outcomes:
+        async with aclosing(self._batches(events=False)) as batches:
+            async for _ in batches:
                 pass
         assert self.result is not None
         return self.result
@@ -53,24 +53,24 @@ class Run:
 
         Closing it cancels the request. However slowly it is read, the engine does not wait.
         """
-        async with aclosing(self._outcomes(events=True)) as outcomes:
-            async for batch in outcomes:
+        async with aclosing(self._batches(events=True)) as batches:
+            async for batch in batches:
                 yield batch
 
-    async def _outcomes(self, *, events: bool) -> AsyncGenerator[list[Event], None]:
+    async def _batches(self, *, events: bool) -> AsyncGenerator[list[Event], None]:
         engine = self.state.accepting_engine
         self.state.runs[self] = None
         for hook in self.state.hooks:
             hook.on_start(self)
         try:
-            source = engine._client.outcomes(self.request, events=events)
-            async with aclosing(source):
-                async for outcome in source:
-                    if isinstance(outcome, Event):
-                        self._note(outcome)
-                        yield [outcome]
-                    elif isinstance(outcome, Result):
-                        self.result = outcome
+            if not events:
+                self.result = await engine.arun(self.request)
+                return
+            async with await engine.asubmit(self.request) as stream:
+                async for batch in stream.batches():
+                    self._note(batch)
+                    yield batch
+                self.result = stream.result
         except LoragraphError as error:
             self.error = error
             raise
@@ -81,12 +81,12 @@ class Run:
             for hook in self.state.hooks:
                 hook.on_end(self)
 
-    def _note(self, event: Event) -> None:
+    def _note(self, batch: list[Event]) -> None:
         now = time.monotonic()
         if self.first_event is None:
             self.first_event = now
         self.last_event = now
-        self.n_events += event.token is not None
+        self.n_events += sum(event.token is not None for event in batch)
 
 
 async def while_connected(request: HttpRequest, work: Awaitable[T]) -> T:

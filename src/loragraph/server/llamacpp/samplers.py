@@ -1,0 +1,61 @@
+"""llama-server's field `samplers`: which filters are on. Their order is fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from loragraph.errors import InvalidRequestError
+from loragraph.server.llamacpp.answers import SAMPLERS
+from loragraph.server.sampling import SamplingBody
+
+_LETTERS = "edskypmxt"  # of SAMPLERS, in their order
+_OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature"}
+_IGNORED = {"infill"}  # a filter of code completions that merges candidates; see docs/api.md
+_NEUTRAL: Mapping[str, Mapping[str, Any]] = {
+    "penalties": {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {"top_n_sigma": -1.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temperature": 1.0},
+}
+
+
+def with_neutral(body: SamplingBody) -> SamplingBody:
+    """The body's sampling fields, with those that `samplers` leaves out switched off.
+
+    InvalidRequestError for an unknown filter, and for another order than llama.cpp's default.
+    """
+    own = {name: getattr(body, name) for name in SamplingBody.model_fields}
+    more = dict(body.model_extra or {})
+    chosen = own.pop("samplers", None)
+    if chosen is not None:
+        names = _names(chosen)
+        for name in SAMPLERS:
+            if name not in names:
+                own |= _NEUTRAL[name]
+    return SamplingBody.model_construct(**own, **{k: v for k, v in more.items() if k not in own})
+
+
+def _names(chosen: list[str] | str) -> tuple[str, ...]:
+    if isinstance(chosen, str):
+        given = [SAMPLERS[_LETTERS.index(x)] if x in _LETTERS else x for x in chosen]
+    else:
+        given = [_OTHER_NAMES.get(name, name) for name in chosen if name not in _IGNORED]
+    unknown = [name for name in given if name not in SAMPLERS]
+    if unknown:
+        raise InvalidRequestError(
+            f"samplers: expected some of {', '.join(SAMPLERS)}, got {unknown[0]!r:.40}",
+            param="samplers",
+        )
+    names = tuple(given)
+    if names != tuple(name for name in SAMPLERS if name in names):
+        raise InvalidRequestError(
+            f"samplers: expected the order {', '.join(SAMPLERS)}, which cannot be changed here",
+            param="samplers",
+        )
+    return names
