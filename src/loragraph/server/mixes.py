@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loragraph.engine.request import AdapterUse
 from loragraph.errors import InvalidRequestError, ModelNotFoundError
-from loragraph.server.sidecar import Defaults
+from loragraph.server.sidecar import NO_DEFAULTS, Defaults
 from loragraph.server.state import ServerState
+from loragraph.vocab.chat import ChatTemplate
 
 MAX_ENTRIES = 256
 
@@ -26,15 +27,37 @@ class RequestMix:
     model: str  # the name that answers carry: the adapter's if it was chosen so, else the base's
     scales: Mapping[str, float]  # names and user scales, zeros included; empty: the base
     is_default: bool = False  # nothing was asked for, so these are the server's
+    defaults: Defaults = NO_DEFAULTS  # what its adapters give a request that says nothing itself
+
+    def template(self, state: ServerState) -> ChatTemplate | None:
+        """The template of its chats."""
+        return self.defaults.chat_template or state.engine.model.chat_template
 
 
 def resolve_mix(
-    state: ServerState, model: str | None = None, lora: Any = None, adapters: Any = None
+    state: ServerState,
+    model: str | None = None,
+    lora: Any = None,
+    adapters: Any = None,
+    *,
+    key: str = "",
+    adapter_defaults: bool | None = None,
 ) -> RequestMix:
-    """The mix of a request's fields. May look into the folder of adapters, so not on the loop.
+    """The mix of a request's fields. Reads folder and sidecars of adapters, so not on the loop.
 
-    ModelNotFoundError for an unknown name, InvalidRequestError for all else that is wrong.
+    `key` is the API key that came along; `adapter_defaults` False leaves sidecars out, but for who
+    may use an adapter. ModelNotFoundError for an unknown name, PermissionDeniedError for an adapter
+    that is not for that key, FormatError for a wrong sidecar, InvalidRequestError for all else.
     """
+    mix = _choose(state, model, lora, adapters)
+    names = [name for name, scale in mix.scales.items() if scale != 0]
+    generations = [state.engine.registry.resolve(name) for name in names]
+    defaults = state.sidecars.for_mix(generations, key)
+    return mix if adapter_defaults is False else replace(mix, defaults=defaults)
+
+
+def _choose(state: ServerState, model: str | None, lora: Any, adapters: Any) -> RequestMix:
+    """The mix, whoever asks for it."""
     base, named = _model(state, model)
     by_lora = None if lora is None else parse_scales(state, lora, "lora")
     by_adapters = None if adapters is None else parse_scales(state, adapters, "adapters")
@@ -96,17 +119,6 @@ def default_scale(state: ServerState, name: str) -> float:
         return state.sidecars.of(state.engine.registry.resolve(name)).scale
     except ModelNotFoundError:
         return 1.0  # whoever looks it up finds out
-
-
-def mix_defaults(state: ServerState, mix: RequestMix, key: str) -> Defaults:
-    """What the adapters of a mix give a request with that API key; for every generating route.
-
-    PermissionDeniedError where one of them is not for that key, FormatError for a wrong sidecar,
-    ModelNotFoundError for an unknown name. Reads files, so not on the event loop.
-    """
-    registry = state.engine.registry
-    names = [name for name, scale in mix.scales.items() if scale != 0]
-    return state.sidecars.for_mix([registry.resolve(name) for name in names], key)
 
 
 def uses_json(uses: tuple[AdapterUse, ...]) -> list[dict[str, Any]]:

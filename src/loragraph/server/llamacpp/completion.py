@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -17,23 +17,22 @@ from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Event, Request, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
+from loragraph.server.forms import cached_grammar
 from loragraph.server.gate import ApiKey, RequestId
-from loragraph.server.json_schema import grammar_of_schema
-from loragraph.server.llamacpp import samplers
 from loragraph.server.llamacpp.answers import Asked, chunk_json, final_json
-from loragraph.server.llamacpp.many import batches_of, results_of
 from loragraph.server.llamacpp.prompts import (
     fim_tokens,
     infill_tokens,
     prompt_tokens,
     split_prompts,
 )
+from loragraph.server.llamacpp.samplers import own_sampling, refuse_others
 from loragraph.server.llamacpp.slots import Slots
-from loragraph.server.mixes import RequestMix, mix_defaults, resolve_mix
+from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.routing import api_router
-from loragraph.server.runs import Run, while_connected
+from loragraph.server.runs import Run, finish_all, merged_events, while_connected
 from loragraph.server.sampling import SamplingBody, sampling_params
-from loragraph.server.sidecar import NO_DEFAULTS, Defaults
+from loragraph.server.sidecar import Defaults
 from loragraph.server.state import ServerState, State
 
 router = api_router(tags=["llama-server"])
@@ -107,11 +106,11 @@ class _Maker:
         if body.prompt is None:
             raise InvalidRequestError("prompt: the field is missing", param="prompt")
         prompts, several = split_prompts(body.prompt, state.config.max_prompts)
-        mix, defaults = self._mix()
-        params = self._params(defaults)
+        mix = self._mix()
+        params = self._params(mix.defaults)
         vocab = state.engine.model.vocab
         made = [
-            self._run(prompt_tokens(vocab, prompt, defaults), params, mix) for prompt in prompts
+            self._run(prompt_tokens(vocab, prompt, mix.defaults), params, mix) for prompt in prompts
         ]
         return made, several
 
@@ -119,8 +118,8 @@ class _Maker:
         """One run."""
         vocab = self._state.engine.model.vocab
         fim_tokens(vocab)
-        mix, defaults = self._mix()
-        params = self._params(defaults)
+        mix = self._mix()
+        params = self._params(mix.defaults)
         limit = self._state.engine.config.sequence_limit
         n_most = limit - min(limit // 2, max(1, params.max_tokens or 1))
         prompts, _ = split_prompts("" if body.prompt is None else body.prompt, 1)
@@ -129,32 +128,34 @@ class _Maker:
         )
         return [self._run(tokens, params, mix)], False
 
-    def _mix(self) -> tuple[RequestMix, Defaults]:
+    def _mix(self) -> RequestMix:
         body = self._body
-        mix = resolve_mix(self._state, body.model, body.lora, body.adapters)
-        defaults = mix_defaults(self._state, mix, self._key)
-        return mix, NO_DEFAULTS if body.adapter_defaults is False else defaults
+        return resolve_mix(
+            self._state,
+            body.model,
+            body.lora,
+            body.adapters,
+            key=self._key,
+            adapter_defaults=body.adapter_defaults,
+        )
 
     def _params(self, defaults: Defaults) -> SamplingParams:
         body = self._body
+        refuse_others(body.model_extra or {})
         grammar = body.grammar or None  # "" is none
         if body.json_schema is not None and grammar is None:
-            grammar = grammar_of_schema(body.json_schema)
-        own = samplers.with_neutral(body)
+            grammar = cached_grammar(body.json_schema)
+        own = own_sampling(body)
         n_probs = body.n_probs if body.n_probs is not None else body.logprobs
-        params = sampling_params(
+        return sampling_params(
             self._state,
             own,
+            grammar=grammar,
             defaults=defaults.params({}),
-            **({} if grammar is None else {"grammar": grammar}),
             **({"logprobs": n_probs} if n_probs else {}),
         )
-        # llama-server leaves out empty stop strings
-        return replace(params, stop=tuple(text for text in params.stop if text))
 
-    def _run(
-        self, tokens: list[int], params: SamplingParams, mix: RequestMix
-    ) -> tuple[Run, Asked]:
+    def _run(self, tokens: list[int], params: SamplingParams, mix: RequestMix) -> tuple[Run, Asked]:
         body, engine = self._body, self._state.engine
         salt = body.cache_salt or ""
         if body.cache_prompt is False:  # nobody else's prefix has this salt
@@ -189,7 +190,7 @@ async def _answer(
     if made[0][1].stream:
         chunks = _chunks(state, made)
         return await sse.event_stream(chunks, state.config.send_timeout_s, end=b"")
-    results = await while_connected(http, results_of([run for run, _ in made]))
+    results = await while_connected(http, finish_all([run for run, _ in made]))
     answers = [
         answer
         for i, ((run, asked), result) in enumerate(zip(made, results, strict=True))
@@ -200,7 +201,7 @@ async def _answer(
 
 def _finals(
     state: ServerState, run: Run, asked: Asked, result: Result, first: int
-) -> list[Mapping[str, Any]]:
+) -> list[dict[str, Any]]:
     """The last words of a run's choices, numbered from `first` on."""
     vocab, slot = state.engine.model.vocab, Slots.of(state).number(run)
     return [
@@ -216,33 +217,57 @@ def _finals(
     ]
 
 
-async def _chunks(
-    state: ServerState, made: list[tuple[Run, Asked]]
-) -> AsyncGenerator[bytes, None]:
+async def _chunks(state: ServerState, made: list[tuple[Run, Asked]]) -> AsyncGenerator[bytes, None]:
     """A chunk for each token, and the last words of each run at its end; no [DONE]."""
-    counts: dict[tuple[int, int], int] = {}
-    vocab, slots = state.engine.model.vocab, Slots.of(state)
-    async with aclosing(batches_of([run for run, _ in made])) as batches:
+    stream = _Stream(state, made)
+    async with aclosing(merged_events([run for run, _ in made])) as batches:
         async for number, events in batches:
-            run, asked = made[number]
-            first = number * run.request.n
-            out: list[bytes] = []
-            for event in events:
-                if _ends(vocab, asked.params, event) and not event.piece:
-                    continue  # the token that ends a text is not part of it
-                key = number, event.index
-                counts[key] = counts.get(key, 0) + (event.token is not None)
-                shown = replace(event, index=first + event.index)
-                chunk = chunk_json(asked, shown, vocab, counts[key], slots.number(run))
-                out.append(sse.data(chunk))
-            if run.result is not None:
-                out += map(sse.data, _finals(state, run, asked, run.result, first))
-            if out:
-                yield b"".join(out)
+            chunks = stream.of(number, events) + stream.ends()
+            if chunks:
+                yield b"".join(map(sse.data, chunks))
+    chunks = stream.ends()
+    if chunks:
+        yield b"".join(map(sse.data, chunks))
 
 
-def _ends(vocab: Any, params: SamplingParams, event: Event) -> bool:
-    """Whether the event is that of a token which ends a generation."""
-    if event.finish_reason != "stop" or event.token is None:
-        return event.token is None and event.finish_reason is not None
-    return vocab.is_eog(event.token) or event.token in params.stop_token_ids
+class _Stream:
+    """What has been sent of several runs."""
+
+    def __init__(self, state: ServerState, made: list[tuple[Run, Asked]]) -> None:
+        self._state = state
+        self._vocab = state.engine.model.vocab
+        self._made = made
+        self._open = dict.fromkeys(range(len(made)))
+        self._counts: dict[int, int] = {}  # tokens by index
+
+    def of(self, number: int, events: list[Event]) -> list[dict[str, Any]]:
+        """The chunks of a run's events."""
+        run, asked = self._made[number]
+        slot = Slots.of(self._state).number(run)
+        chunks = []
+        for event in events:
+            if not event.piece and self._ends(event, asked.params):
+                continue  # no text, and no token of the text
+            index = number * run.request.n + event.index
+            count = self._counts[index] = self._counts.get(index, 0) + 1
+            shown = replace(event, index=index)
+            chunks.append(chunk_json(asked, shown, self._vocab, count, slot))
+        return chunks
+
+    def ends(self) -> list[dict[str, Any]]:
+        """The last words of the runs that have ended since the last call."""
+        ended = [number for number in self._open if self._made[number][0].result is not None]
+        chunks: list[dict[str, Any]] = []
+        for number in ended:
+            del self._open[number]
+            run, asked = self._made[number]
+            assert run.result is not None
+            chunks += _finals(self._state, run, asked, run.result, number * run.request.n)
+        return chunks
+
+    def _ends(self, event: Event, params: SamplingParams) -> bool:
+        """Whether the event is that of a token which ends a generation, or of none."""
+        if event.token is None:
+            return True
+        ends = self._vocab.is_eog(event.token) or event.token in params.stop_token_ids
+        return event.finish_reason == "stop" and ends

@@ -63,9 +63,7 @@ async def set_props(state: State) -> dict[str, Any]:
 async def slots(state: State, fail_on_no_slot: str = "") -> JSONResponse:
     """A slot for each sequence that may run at once; 503 with ?fail_on_no_slot=1 if all do."""
     if not state.config.with_slots:
-        raise ApiError(
-            501, "This server does not support slots endpoint. Start it with `--slots`"
-        )
+        raise ApiError(501, "This server does not support slots endpoint. Start it with `--slots`")
     n_slots = state.engine.config.max_sequences
     busy = Slots.of(state).runs()
     if fail_on_no_slot and len(busy) >= n_slots:

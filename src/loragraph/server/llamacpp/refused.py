@@ -21,7 +21,10 @@ _ROUTES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("/slots/{id_slot}",), _SLOTS),
     (("/models", "/models/load", "/models/unload"), _LOAD),
     (("/v1/audio/transcriptions", "/audio/transcriptions"), "This server reads text alone"),
-    (("/v1/responses", "/responses"), "This server has no Responses API: POST /v1/chat/completions"),
+    (
+        ("/v1/responses", "/responses"),
+        "This server has no Responses API: POST /v1/chat/completions",
+    ),
     (
         ("/v1/messages", "/v1/messages/count_tokens"),
         "This server has no Anthropic API: POST /v1/chat/completions",

@@ -7,7 +7,7 @@ from typing import Any
 
 from loragraph.errors import InvalidRequestError
 from loragraph.server.llamacpp.answers import SAMPLERS
-from loragraph.server.sampling import SamplingBody
+from loragraph.server.sampling import SamplingBody, refuse_unsupported
 
 _LETTERS = "edskypmxt"  # of SAMPLERS, in their order
 _OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature"}
@@ -25,20 +25,22 @@ _NEUTRAL: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def with_neutral(body: SamplingBody) -> SamplingBody:
-    """The body's sampling fields, with those that `samplers` leaves out switched off.
+def own_sampling(body: SamplingBody) -> SamplingBody:
+    """The body's sampling fields alone, with those that `samplers` leaves out switched off.
 
-    InvalidRequestError for an unknown filter, and for another order than llama.cpp's default.
+    Empty stop strings are left out, as in llama-server. InvalidRequestError for an unknown filter,
+    and for another order than llama.cpp's default.
     """
     own = {name: getattr(body, name) for name in SamplingBody.model_fields}
-    more = dict(body.model_extra or {})
-    chosen = own.pop("samplers", None)
+    if isinstance(own["stop"], list):
+        own["stop"] = [text for text in own["stop"] if text]
+    chosen = own.pop("samplers")
     if chosen is not None:
         names = _names(chosen)
         for name in SAMPLERS:
             if name not in names:
                 own |= _NEUTRAL[name]
-    return SamplingBody.model_construct(**own, **{k: v for k, v in more.items() if k not in own})
+    return SamplingBody.model_construct(**own)
 
 
 def _names(chosen: list[str] | str) -> tuple[str, ...]:
@@ -59,3 +61,16 @@ def _names(chosen: list[str] | str) -> tuple[str, ...]:
             param="samplers",
         )
     return names
+
+
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """InvalidRequestError for a field outside of ours that asks for what there is not.
+
+    Other unknown fields mean nothing, as in llama-server.
+    """
+    refuse_unsupported(others)
+    for name, value in others.items():
+        if name.startswith("speculative.") and value not in (0, "none", None, False):
+            raise InvalidRequestError(
+                f"{name:.60}: speculative decoding is not supported", param=name[:60]
+            )

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loragraph.server.errors import ApiError
 from loragraph.server.gate import ApiKey
-from loragraph.server.mixes import mix_defaults, resolve_mix
+from loragraph.server.mixes import resolve_mix
+from loragraph.server.openai.fields import TemplateBody
+from loragraph.server.prompts import chat_text
 from loragraph.server.routing import api_router
 from loragraph.server.state import ServerState, State
 from loragraph.vocab.vocab import Vocab
@@ -18,8 +19,6 @@ router = api_router(tags=["llama-server"])
 
 MAX_TOKENS = 1 << 20
 """Token ids in one request for their text."""
-
-_RESERVED = {"messages", "tools", "add_generation_prompt", "timeout_s"}
 
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
@@ -42,16 +41,14 @@ class TokenizeBody(_Lenient):
 class DetokenizeBody(_Lenient):
     """Token ids."""
 
-    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS)] = []  # noqa: RUF012
+    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS)] = []
 
 
-class TemplateBody(_Lenient):
+class ApplyTemplateBody(TemplateBody):
     """A chat as for /v1/chat/completions; fields that choose tokens mean nothing here."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012
+    model_config = ConfigDict(extra="allow", strict=True)
+
     model: str | None = None
     lora: Any = None
     adapters: Any = None
@@ -71,7 +68,7 @@ async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
 
 
 @router.post("/apply-template")
-async def apply_template(body: TemplateBody, state: State, key: ApiKey) -> dict[str, Any]:
+async def apply_template(body: ApplyTemplateBody, state: State, key: ApiKey) -> dict[str, Any]:
     """The prompt that a chat becomes, with the defaults of the adapters it names."""
     return {"prompt": await asyncio.to_thread(_render, state, body, key)}
 
@@ -111,19 +108,6 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
-def _render(state: ServerState, body: TemplateBody, key: str) -> str:
-    mix = resolve_mix(state, body.model, body.lora, body.adapters)
-    defaults = mix_defaults(state, mix, key)
-    template = defaults.chat_template or state.engine.model.chat_template
-    if template is None:
-        raise ApiError(400, "this model has no chat template", param="messages")
-    variables = body.chat_template_kwargs
-    if _RESERVED & variables.keys():
-        name = min(_RESERVED & variables.keys())
-        raise ApiError(400, f"chat_template_kwargs: {name!r} is reserved", param=name)
-    return template.render(
-        defaults.messages(body.messages),
-        add_generation_prompt=body.add_generation_prompt,
-        tools=body.tools,
-        **variables,
-    )
+def _render(state: ServerState, body: ApplyTemplateBody, key: str) -> str:
+    mix = resolve_mix(state, body.model, body.lora, body.adapters, key=key)
+    return chat_text(state, mix, body)
