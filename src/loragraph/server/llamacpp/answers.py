@@ -34,7 +34,6 @@ class Asked:
     lora: Sequence[Any] = ()  # the request's own field
     stream: bool = False
     return_tokens: bool = False
-    timings_per_token: bool = False
     fields: tuple[str, ...] = ()  # response_fields
     sequence_limit: int = 0
 
@@ -120,7 +119,7 @@ def final_json(
         "stop_type": stop_type(choice),
         "stopping_word": choice.stop_string or "",
         "tokens_cached": asked.n_prompt + max(0, len(choice.tokens) - 1),
-        "timings": timings_json(result),
+        "timings": _timings(result, n_predicted),
         "adapters": uses_json(result.adapters),
     }
     if choice.logprobs and not asked.stream:
@@ -145,6 +144,16 @@ def chunk_json(
         one = TokenLogprob(event.token, event.logprob, event.top_logprobs)
         chunk["completion_probabilities"] = probabilities([one], vocab)
     return chunk
+
+
+def _timings(result: Result, n_predicted: int) -> dict[str, Any]:
+    """`timings` with the tokens of one choice, the last one included."""
+    predicted_ms = 1e3 * result.timings.decode_s
+    return timings_json(result) | {
+        "predicted_n": n_predicted,
+        "predicted_per_token_ms": predicted_ms / n_predicted if n_predicted else 0.0,
+        "predicted_per_second": 1e3 * n_predicted / predicted_ms if predicted_ms else 0.0,
+    }
 
 
 def stop_type(choice: Choice) -> str:

@@ -28,6 +28,7 @@ from loragraph.server.llamacpp.prompts import (
 )
 from loragraph.server.llamacpp.samplers import own_sampling, refuse_others
 from loragraph.server.llamacpp.slots import Slots
+from loragraph.server.llamacpp.timed import TimedRun
 from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.routing import api_router
 from loragraph.server.runs import Run, finish_all, merged_events, while_connected
@@ -59,6 +60,7 @@ class CompletionBody(SamplingBody):
     cache_salt: str | None = None  # ours and vLLM's
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
+    t_max_predict_ms: int | None = None
 
 
 class InfillBody(CompletionBody):
@@ -181,7 +183,11 @@ class _Maker:
             fields=tuple(body.response_fields or ()),
             sequence_limit=limit,
         )
-        return Run(self._state, request, mix, self._request_id, self._route), asked
+        own = self._state, request, mix, self._request_id, self._route
+        most_ms = body.t_max_predict_ms
+        if most_ms is not None and most_ms > 0:
+            return TimedRun(*own, seconds=most_ms / 1e3), asked
+        return Run(*own), asked
 
 
 async def _answer(

@@ -42,4 +42,4 @@ def _refusal(message: str) -> Callable[[], Coroutine[None, None, NoReturn]]:
 
 for _paths, _message in _ROUTES:
     for _path in _paths:
-        router.add_api_route(_path, _refusal(_message), methods=["POST"])
+        router.add_api_route(_path, _refusal(_message), methods=["POST"], response_model=None)
