@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.params import SamplingParams
 from loragraph.errors import InvalidRequestError
 from loragraph.server.state import ServerState
 
@@ -189,7 +189,7 @@ def _biases(state: ServerState, value: dict[str, float] | list[list[Any]]) -> di
         if len(pair) != 2:
             raise _bad_bias(pair)
         key, bias = pair
-        if isinstance(bias, bool) and bias or not isinstance(bias, int | float):
+        if (isinstance(bias, bool) and bias) or not isinstance(bias, int | float):
             raise _bad_bias(pair)
         number = float("-inf") if bias is False else float(bias)
         if isinstance(key, str) and key.isdecimal() and len(key) <= 10:
