@@ -8,7 +8,7 @@ MAX_DIGITS = 16
 
 
 def integer_rule(low: int | float | None, high: int | float | None) -> str:
-    """GBNF of the integers in [low, high]; None: no bound. Needs a rule `digits` of the naturals."""
+    """GBNF of the integers in [low, high]; None: no bound. It may use `digits`: any natural."""
     least, most = _bound(low, up=True), _bound(high, up=False)
     limit = 10**MAX_DIGITS - 1
     least = -limit if least is None else max(least, -limit)

@@ -1,7 +1,7 @@
 """JSON schemas as GBNF grammars: what a grammar allows is valid JSON, and valid by its schema.
 
-A keyword that the grammar would not keep to is refused, never dropped; `unchecked` ones only
-describe. Where a schema leaves properties open, only those that it names are generated.
+A keyword that the grammar would not keep to is refused, never dropped; annotations are no rules.
+Where a schema leaves properties open, only those that it names are generated.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ MAX_VALUES = 1000
 MAX_GRAMMAR = 1 << 18
 
 _ANNOTATIONS = frozenset(
-    ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default")
-    + ("examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator", "strict")
-    + ("format", "contentMediaType", "contentEncoding", "nullable")
+    (
+        *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description"),
+        *("default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+        *("discriminator", "strict", "format", "contentMediaType", "contentEncoding", "nullable"),
+    )
 )
 _BY_TYPE = {
     "object": (
@@ -88,8 +90,7 @@ class _Converter:
     def grammar(self) -> str:
         """The text of all rules."""
         top = self._visit(self._root)
-        self._rules["root"] = f"ws {top}"
-        self._need("ws")
+        self._rules["root"] = f'" "? {top}'
         text = "\n".join(f"{name} ::= {body}" for name, body in self._rules.items())
         if len(text) > MAX_GRAMMAR:
             raise _refused(f"its grammar takes more than {MAX_GRAMMAR} characters")

@@ -236,7 +236,7 @@ def _llama_calls(text: str, names: frozenset[str]) -> list[ToolCall]:
 
 
 def _calls(text: str, names: frozenset[str], *, short_ids: bool = False) -> Iterator[ToolCall]:
-    """The calls of a JSON text: one object, a list, or several with semicolons; none if any is bad."""
+    """The calls of a JSON text: an object, a list, or several with semicolons; all or none."""
     decoder = json.JSONDecoder()
     found: list[Any] = []
     text = text.strip()

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
+from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.request import Choice, Event, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
@@ -123,7 +124,8 @@ def _choice(job: _Job, number: int, result: Result, choice: Choice) -> dict[str,
         "stop_reason": choice.stop_string if choice.stop_string else choice.stop_token,
     }
     if job.n_logprobs is not None:
-        found, tokens = list(choice.logprobs), list(choice.tokens)
+        found: list[TokenLogprob | None] = list(choice.logprobs)
+        tokens = list(choice.tokens)
         if job.body.echo:
             before = result.prompt_logprobs or (None,) * len(prompt.tokens)
             found, tokens = [*before, *found], [*prompt.tokens, *tokens]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from loragraph.engine.request import MAX_CHOICES
 from loragraph.errors import InvalidRequestError
-from loragraph.server.sampling import Body, SamplingBody, Token
+from loragraph.server.sampling import Body, SamplingBody
 
 Lora = list[dict[str, Any]] | dict[str, Any]
 Adapters = dict[str, Any] | list[Any]
+
+_TOKENS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT: dict[str, Any] = {"type": "string"}
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}}]
+}
 
 # Refused unless null or what they are by themselves.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -123,7 +129,7 @@ class GenerationBody(SamplingBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]] | list[Any]  # see prompts_of
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]  # checked by prompts_of
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
