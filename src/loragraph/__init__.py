@@ -4,18 +4,21 @@ import logging
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
+from loragraph.engine.async_stream import AsyncStream
 from loragraph.engine.context import Context
 from loragraph.engine.engine import Engine
 from loragraph.engine.generate import Generation, GenerationEvent, GenerationStream, Timings
+from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.model import Model
 from loragraph.engine.one_call import generate
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import AdapterUse, Choice, Event, Request, Result, Score
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import LoragraphError
 
 __all__ = [
     "Adapter",
     "AdapterUse",
+    "AsyncStream",
     "Choice",
     "Context",
     "Engine",
@@ -31,6 +34,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "Timings",
+    "TokenLogprob",
     "generate",
 ]
 

@@ -18,11 +18,12 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.core import EngineCore
 from loragraph.engine.job import ChoiceState, Job
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.plan import SchedulerConfig
 from loragraph.engine.registry import AdapterHeader, Generation, Registry
 from loragraph.engine.request import Event, Outcome, Result
 from loragraph.engine.residency import Residency
-from loragraph.engine.sampler import Sampler, SamplingParams
+from loragraph.engine.sampler import Sampler
 from loragraph.errors import LoragraphError
 from loragraph.graph.batch import Batch
 from loragraph.vocab.stream import TextStream
@@ -172,7 +173,7 @@ class FakeEngine:
         pending = Pending()
         params = fields.pop("params", GREEDY)
         job = Job(tokens, scales, max_tokens, pending.outcomes.append, **fields)
-        for index in range(0 if job.score_from is not None else n):
+        for index in range(n):
             sampler = Sampler(cast(Any, ByteTexts()), params)
             job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
         pending.job = job
@@ -220,8 +221,7 @@ class FakeEngine:
         assert scheduler.blocks.n_used == scheduler.tree.stats.n_cached
         scheduler.tree.check()
         assert pool.stats.n_tickets == 0
-        assert not self.core._choices
-        assert not self.core._scores
+        assert not self.core.outputs.choices
         self.core.residency.sync()
         open_ = [adapter for adapter in self.loaded if not adapter.closed]
         assert len(open_) == pool.stats.n_resident

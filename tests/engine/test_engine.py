@@ -14,9 +14,9 @@ import pytest
 from loragraph.engine.context import Context
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.pool import State
 from loragraph.engine.request import Request, Result
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
     AdapterChangedError,
     CapacityError,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.registry import AdapterHeader, Generation, Registry
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import FormatError, PermissionDeniedError
 from loragraph.server.sidecar import (
     MAX_SIDECAR_BYTES,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
+from loragraph.engine.async_stream import AsyncStream, Deliveries, Mailbox
 from loragraph.engine.core import EngineCore
 from loragraph.engine.handle import EngineStream, outcome_of
 from loragraph.engine.job import Job
 from loragraph.engine.job_maker import JobMaker
-from loragraph.engine.request import Event, Outcome, Request, Result, Score
+from loragraph.engine.request import Outcome, Request, Result, Score
 from loragraph.engine.thread import EngineThread
 from loragraph.errors import LifecycleError
 
@@ -20,10 +22,14 @@ _Outcomes = queue.SimpleQueue[Outcome]
 class Client:
     """Whoever stops waiting, for whatever reason, cancels what he waited for."""
 
-    def __init__(self, jobs: JobMaker, core: EngineCore, thread: EngineThread) -> None:
+    def __init__(
+        self, jobs: JobMaker, core: EngineCore, thread: EngineThread, deliveries: Deliveries
+    ) -> None:
+        """`deliveries` are flushed by the thread."""
         self._jobs = jobs
         self._core = core
         self._thread = thread
+        self._deliveries = deliveries
 
     def run_all(self, requests: Sequence[Request]) -> list[Result]:
         """All results in order; what is wrong with one raises before any is submitted."""
@@ -51,7 +57,7 @@ class Client:
     def score(self, request: Request, start: int) -> Score:
         """Log-probabilities of the prompt's tokens from `start` on."""
         outcomes: _Outcomes = queue.SimpleQueue()
-        job = self._jobs.make(request, outcomes.put, score_from=start)
+        job = self._jobs.make_score(request, start, outcomes.put)
         self._post([job])
         try:
             outcome = outcome_of(outcomes.get())
@@ -61,27 +67,20 @@ class Client:
         assert isinstance(outcome, Score)
         return outcome
 
-    async def outcomes(
-        self, request: Request, *, events: bool
-    ) -> AsyncGenerator[Event | Result | Score, None]:
-        """What a request sends out, for asyncio."""
+    async def submit(self, request: Request, *, wants_events: bool = True) -> AsyncStream:
+        """A stream for the running event loop, which is never blocked."""
         loop = asyncio.get_running_loop()
-        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
-
-        def sink(outcome: Outcome) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
-
-        job = await asyncio.to_thread(self._jobs.make, request, sink, wants_events=events)
-        self._post([job])
+        mailbox = Mailbox()
+        sink = self._deliveries.sink(loop, mailbox)
+        make = partial(self._jobs.make, request, sink, wants_events=wants_events)
+        making = loop.run_in_executor(None, make)
         try:
-            while True:
-                outcome = outcome_of(await outcomes.get())
-                yield outcome
-                if not isinstance(outcome, Event):
-                    return
-        finally:
-            self._cancel(job)
+            job = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_made)  # its thread cannot be stopped
+            raise
+        self._post([job])
+        return AsyncStream(job.tokens, mailbox, lambda: self._cancel(job))
 
     def _make_all(self, requests: Sequence[Request]) -> list[tuple[Job, _Outcomes]]:
         made: list[tuple[Job, _Outcomes]] = []
@@ -116,3 +115,9 @@ class Client:
             self._thread.post(lambda: self._core.abort(job))
         except LifecycleError:
             return  # closed: every job has ended
+
+
+def _close_made(made: asyncio.Future[Job]) -> None:
+    """Frees a job that nobody waits for any more."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -21,6 +20,7 @@ from loragraph.engine.assembly import (
     LoweringName,
     make_runner,
 )
+from loragraph.engine.async_stream import AsyncStream, Deliveries
 from loragraph.engine.client import Client
 from loragraph.engine.core import EngineCore
 from loragraph.engine.generate import Prompt, SamplingFields, sampling_params
@@ -30,11 +30,11 @@ from loragraph.engine.job_maker import JobMaker
 from loragraph.engine.loader import AdapterLoader
 from loragraph.engine.model import Model
 from loragraph.engine.options import choice, integer, memory_errors, threads
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.plan import SchedulerConfig
 from loragraph.engine.registry import Generation, Registry
 from loragraph.engine.request import Event, Request, Result, Score
 from loragraph.engine.residency import Residency
-from loragraph.engine.sampler import SamplingParams
 from loragraph.engine.session import load_cells, save_cells
 from loragraph.engine.table import AdapterRow, EngineStats, adapter_rows
 from loragraph.engine.thread import EngineThread
@@ -112,8 +112,11 @@ class Engine:
             self.model.check_files,
         )
         self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
-        self._thread = EngineThread(self._core, time.monotonic, "loragraph-engine")
-        self._client = Client(self._jobs, self._core, self._thread)
+        deliveries = Deliveries()
+        self._thread = EngineThread(
+            self._core, time.monotonic, "loragraph-engine", deliveries.flush
+        )
+        self._client = Client(self._jobs, self._core, self._thread, deliveries)
         try:
             for name, source in (adapters or {}).items():
                 self.load_adapter(name, source)
@@ -179,22 +182,26 @@ class Engine:
         self._check_open()
         return self._client.open(request)
 
+    async def asubmit(self, request: Request) -> AsyncStream:
+        """open() for asyncio: nothing in it blocks the event loop, long prompts neither."""
+        self._check_open()
+        return await self._client.submit(request)
+
+    async def arun(self, request: Request) -> Result:
+        """run() for asyncio; cancelling the task cancels the request."""
+        self._check_open()
+        async with await self._client.submit(request, wants_events=False) as stream:
+            return await stream.wait()
+
     async def agenerate(self, prompt: Prompt, **options: Any) -> Result:
         """generate() for asyncio; cancelling the task cancels the request."""
-        self._check_open()
-        async with aclosing(self._client.outcomes(_request(prompt, options), events=False)) as own:
-            async for outcome in own:
-                assert isinstance(outcome, Result)
-                return outcome
-        raise AssertionError("a request ended without a last word")
+        return await self.arun(_request(prompt, options))
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Event]:
         """stream() for asyncio; closing the iterator cancels the request."""
-        self._check_open()
-        async with aclosing(self._client.outcomes(_request(prompt, options), events=True)) as own:
-            async for outcome in own:
-                if isinstance(outcome, Event):
-                    yield outcome
+        async with await self.asubmit(_request(prompt, options)) as stream:
+            async for event in stream:
+                yield event
 
     def score(
         self,

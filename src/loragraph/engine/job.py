@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.registry import Generation
 from loragraph.engine.request import (
     AdapterUse,
@@ -37,19 +37,39 @@ class ChoiceState:
     sequence: Sequence | None = None  # from the admission on
     pieces: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `tokens`, where wanted
     finish_reason: FinishReason | None = None
+    stop_token: int | None = None
 
-    def finish(self, piece: str, token: int | None, reason: FinishReason) -> None:
+    def add(self, token: int, logprob: TokenLogprob | None) -> None:
+        """A token of the choice."""
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+
+    def finish(
+        self,
+        piece: str,
+        token: int | None,
+        reason: FinishReason,
+        logprob: TokenLogprob | None = None,
+    ) -> None:
         """The choice's last event."""
         self.finish_reason = reason
-        self.emit(piece, token)
+        self.emit(piece, token, logprob)
         self.sampler.close()
 
-    def emit(self, piece: str, token: int | None) -> None:
+    def emit(self, piece: str, token: int | None, logprob: TokenLogprob | None = None) -> None:
         """Adds a piece, and tells whoever listens."""
         self.pieces.append(piece)
-        if self.job.wants_events:
-            self.job.sink(Event(self.index, piece, token, self.finish_reason))
+        if not self.job.wants_events:
+            return
+        if logprob is None:
+            event = Event(self.index, piece, token, self.finish_reason)
+        else:
+            reason = self.finish_reason
+            event = Event(self.index, piece, token, reason, logprob.logprob, logprob.top)
+        self.job.sink(event)
 
     def result(self) -> Choice:
         """What was generated; "abort" where it has not ended."""
@@ -61,7 +81,18 @@ class ChoiceState:
             stop_string=self.text.stop_string,
             seed=self.sampler.seed,
             n_cached=0 if self.sequence is None else self.sequence.n_hit,
+            stop_token=self.stop_token,
+            logprobs=tuple(self.logprobs),
         )
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens from `start` on, as far as they are computed."""
+
+    start: int
+    n_top: int
+    found: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +106,13 @@ class Job:
     salt: str = ""
     deadline: float | None = None
     wants_events: bool = False
-    score_from: int | None = None  # first token whose log-probability is wanted
+    prompt_scores: PromptScores | None = None  # wanted of the prompt; by its first choice
+    is_score: bool = False  # the result is a Score
     choices: list[ChoiceState] = field(default_factory=list)
     submitted: float = 0.0
     started: float | None = None
     first_token: float | None = None
     uses: tuple[AdapterUse, ...] = ()
-    logprobs: list[NDArray[np.float64]] = field(default_factory=list)
-    score_sequence: Sequence | None = None
     ended: bool = False
 
     @property
@@ -98,8 +128,7 @@ class Job:
     @property
     def sequences(self) -> list[Sequence]:
         """What the scheduler knows of it."""
-        found = [one.sequence for one in self.choices if one.sequence is not None]
-        return found if self.score_sequence is None else [*found, self.score_sequence]
+        return [one.sequence for one in self.choices if one.sequence is not None]
 
     @property
     def done(self) -> bool:
@@ -108,14 +137,17 @@ class Job:
 
     def result(self, now: float) -> Result | Score:
         """What there is by `now`."""
-        if self.score_from is not None:
-            logprobs = np.concatenate(self.logprobs) if self.logprobs else np.empty(0)
-            return Score(tuple(self.tokens), self.score_from, logprobs, self.uses)
+        scores = self.prompt_scores
+        if self.is_score:
+            assert scores is not None
+            logprobs = np.array([one.logprob for one in scores.found])
+            return Score(tuple(self.tokens), scores.start, logprobs, self.uses)
         return Result(
             tuple(choice.result() for choice in self.choices),
             self.uses,
             len(self.tokens),
             self._timings(now),
+            None if scores is None else (None, *scores.found),
         )
 
     def close(self) -> None:

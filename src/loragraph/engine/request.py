@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.engine.generate import Prompt
-from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.logprobs import TokenLogprob
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.sequence import FinishReason
 from loragraph.errors import LoragraphError
 
@@ -21,7 +22,9 @@ class Request:
     """One request. `adapters`: names and user scales; none is the base model.
 
     `n` choices share the prompt; choice i draws with seed + i. Requests with unlike `cache_salt`
-    never share cells. `deadline_s` counts from the submission.
+    never share cells. `deadline_s` counts from the submission. `prompt_logprobs` k asks for the
+    log-probabilities of the prompt's tokens, each given those before it, and of the k most likely
+    ones (at most MAX_LOGPROBS): all of the prompt is computed then, whatever the prefix tree holds.
     """
 
     prompt: Prompt
@@ -31,16 +34,23 @@ class Request:
     cache_salt: str = ""
     deadline_s: float | None = None
     chat: bool = False  # a text is one user message
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one token adds to a choice. Only a choice's last event has a finish_reason."""
+    """What one token adds to a choice. Only a choice's last event has a finish_reason.
+
+    The token that ends a generation has an event too, though it is neither in the choice's text
+    nor among its tokens.
+    """
 
     index: int  # of the choice
     piece: str
     token: int | None  # None: none was generated
     finish_reason: FinishReason | None = None
+    logprob: float | None = None  # where the parameters ask for it
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,8 @@ class Choice:
     stop_string: str | None
     seed: int
     n_cached: int  # prompt tokens found in the prefix tree
+    stop_token: int | None = None  # the token that ended it
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of `tokens`, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,7 @@ class Result:
     adapters: tuple[AdapterUse, ...]
     n_prompt: int
     timings: RequestTimings
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # None for the first token
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loragraph.engine.core import CoreStats
+from loragraph.engine.counters import CoreStats
 from loragraph.engine.plan import SchedulerStats
 from loragraph.engine.pool import LoadCounts, Pool, PoolStats, State
 from loragraph.engine.registry import Generation, Registry

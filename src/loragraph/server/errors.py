@@ -9,6 +9,7 @@ OpenAI's string code, which llama-server's integer leaves no room for.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ _TYPES = {
 }
 _RETRY_AFTER = {"Retry-After": "1"}
 _MAX_MESSAGE = 2000
+# pydantic's names for members of a union: list[int], constrained-str, NamedTool, bool
+_UNION_MEMBER = re.compile(r"[\[(]|^(?:str|int|float|bool|dict|list|constrained-\w+|[A-Z]\w*)$")
 
 
 class ApiError(HTTPException):
@@ -143,24 +146,29 @@ def install(app: FastAPI) -> None:
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """400 for what pydantic found, the first of it as `param`."""
-    lines = [_problem(problem) for problem in problems[:5]]
-    if len(problems) > 5:
-        lines.append(f"and {len(problems) - 5} more")
-    return ApiError(400, "; ".join(lines), param=_place(problems[0]) if problems else None)
+    by_place: dict[str, list[str]] = {}
+    for problem in problems[:40]:
+        by_place.setdefault(_place(problem), []).append(_problem(problem))
+    lines = [
+        f"{place}: {' or '.join(dict.fromkeys(texts))}" if place else texts[0]
+        for place, texts in by_place.items()
+    ]
+    if len(lines) > 5:
+        lines[5:] = [f"and {len(lines) - 5} more"]
+    return ApiError(400, "; ".join(lines), param=next(iter(by_place), None))
 
 
 def _problem(problem: Mapping[str, Any]) -> str:
-    place, text = _place(problem), str(problem.get("msg", "invalid"))
-    text = text.removeprefix("Value error, ")
+    text = str(problem.get("msg", "invalid")).removeprefix("Value error, ")
     if problem.get("type") == "extra_forbidden":
-        text = "unknown field"
+        return "unknown field"
     got = problem.get("input")
     if isinstance(got, str | int | float | bool) and problem.get("type") != "value_error":
         text += f", got {got!r:.60}"
-    return f"{place}: {text}" if place else text
+    return text
 
 
 def _place(problem: Mapping[str, Any]) -> str:
     """messages.0.content of ("body", "messages", 0, "content"), without names of union members."""
     parts = [str(part)[:80] for part in problem.get("loc", ())[1:8]]
-    return ".".join(part for part in parts if "[" not in part and "(" not in part)
+    return ".".join(part for part in parts if not _UNION_MEMBER.search(part))

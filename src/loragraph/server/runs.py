@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
+from loragraph.engine.async_stream import AsyncStream
+from loragraph.engine.engine import Engine
 from loragraph.engine.request import Event, Request, Result
 from loragraph.errors import LoragraphError
 from loragraph.server.errors import ApiError
@@ -39,38 +41,36 @@ class Run:
         self.result: Result | None = None
         self.error: LoragraphError | None = None  # what ended it, if not its result
         self.cancelled = False  # left before its end
+        self.stream: AsyncStream | None = None  # while events are read
 
     async def finish(self) -> Result:
         """Waits for the result; cancelling this cancels the request."""
-        async with aclosing(self._outcomes(events=False)) as outcomes:
-            async for _ in outcomes:
-                pass
-        assert self.result is not None
+        with self._watched() as engine:
+            self.result = await engine.arun(self.request)
         return self.result
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
         """Batches of events, each of what came since the last; `result` is there after the end.
 
-        Closing it cancels the request. However slowly it is read, the engine does not wait.
+        Closing it cancels the request. However slowly it is read, the engine does not wait: what
+        waits to be read is at most the answer.
         """
-        async with aclosing(self._outcomes(events=True)) as outcomes:
-            async for batch in outcomes:
-                yield batch
+        with self._watched() as engine:
+            async with await engine.asubmit(self.request) as stream:
+                self.stream = stream
+                async for batch in stream.batches():
+                    self._note(batch)
+                    yield batch
+                self.result = stream.result
 
-    async def _outcomes(self, *, events: bool) -> AsyncGenerator[list[Event], None]:
+    @contextmanager
+    def _watched(self) -> Iterator[Engine]:
         engine = self.state.accepting_engine
         self.state.runs[self] = None
         for hook in self.state.hooks:
             hook.on_start(self)
         try:
-            source = engine._client.outcomes(self.request, events=events)
-            async with aclosing(source):
-                async for outcome in source:
-                    if isinstance(outcome, Event):
-                        self._note(outcome)
-                        yield [outcome]
-                    elif isinstance(outcome, Result):
-                        self.result = outcome
+            yield engine
         except LoragraphError as error:
             self.error = error
             raise
@@ -81,12 +81,83 @@ class Run:
             for hook in self.state.hooks:
                 hook.on_end(self)
 
-    def _note(self, event: Event) -> None:
-        now = time.monotonic()
+    def _note(self, batch: list[Event]) -> None:
+        self.last_event = time.monotonic()
         if self.first_event is None:
-            self.first_event = now
-        self.last_event = now
-        self.n_events += event.token is not None
+            self.first_event = self.last_event
+        self.n_events += sum(event.token is not None for event in batch)
+
+
+async def finish_all(runs: Sequence[Run]) -> list[Result]:
+    """The results of several runs, in their order. The first error, or leaving, ends all.
+
+    Not more of them are in the engine at once than it computes, so that one request of many
+    prompts does not fill its queue.
+    """
+    places = asyncio.Semaphore(_places(runs))
+
+    async def finish(run: Run) -> Result:
+        async with places:
+            return await run.finish()
+
+    tasks = [asyncio.ensure_future(finish(run)) for run in runs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _ended(tasks)
+
+
+async def merged_events(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, list[Event]], None]:
+    """The batches of several runs as they come, each with its run's place among them."""
+    if len(runs) == 1:
+        async with aclosing(runs[0].events()) as batches:
+            async for batch in batches:
+                yield 0, batch
+        return
+    places = asyncio.Semaphore(_places(runs))
+    # Holds a batch a run at most: what else comes waits with its run, where batches join.
+    merged: asyncio.Queue[tuple[int, list[Event] | None]] = asyncio.Queue(1)
+
+    async def pump(number: int, run: Run) -> None:
+        async with places, aclosing(run.events()) as batches:
+            async for batch in batches:
+                await merged.put((number, batch))
+        await merged.put((number, None))
+
+    tasks = [asyncio.ensure_future(pump(number, run)) for number, run in enumerate(runs)]
+    running = set(tasks)
+    try:
+        n_open = len(runs)
+        while n_open:
+            getting = asyncio.ensure_future(merged.get())
+            try:
+                await asyncio.wait({getting, *running}, return_when=asyncio.FIRST_COMPLETED)
+                while not getting.done():
+                    ended = {task for task in running if task.done()}
+                    running -= ended
+                    for task in ended:
+                        task.result()  # raises what went wrong
+                    await asyncio.wait({getting, *running}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                getting.cancel()
+            number, batch_or_end = getting.result()
+            if batch_or_end is None:
+                n_open -= 1
+            else:
+                yield number, batch_or_end
+    finally:
+        await _ended(tasks)
+
+
+def _places(runs: Sequence[Run]) -> int:
+    run = runs[0]
+    return max(1, run.state.engine.config.max_sequences * 2 // run.request.n)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def while_connected(request: HttpRequest, work: Awaitable[T]) -> T:

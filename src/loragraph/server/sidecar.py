@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.registry import AdapterHeader, Generation
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import FormatError, InvalidRequestError, PermissionDeniedError
 from loragraph.vocab.chat import ChatTemplate
 
@@ -63,6 +63,16 @@ class Defaults:
     def text(self, prompt: str) -> str:
         """A text prompt with the prefix, unless it begins with it already."""
         return prompt if prompt.startswith(self.prompt_prefix) else self.prompt_prefix + prompt
+
+    def prompts(self, prompt: Any) -> Any:
+        """OpenAI's `prompt` with the prefix in each text that stands first; all else unchanged."""
+        if isinstance(prompt, str):
+            return self.text(prompt)
+        if not isinstance(prompt, list) or not self.prompt_prefix:
+            return prompt
+        if any(isinstance(part, int) for part in prompt):  # one prompt, of ids and texts
+            return [self.prompts(part) if i == 0 else part for i, part in enumerate(prompt)]
+        return [self.prompts(part) for part in prompt]
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """A chat with the system prompt, if it has none, and the prefix in its last user message.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -13,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from loragraph.errors import LoragraphError
 from loragraph.server.errors import ApiError, api_error
+
+_log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -47,8 +50,12 @@ class EventStream(Response):
             pump.cancel()
             gone.cancel()
             await asyncio.gather(pump, gone, return_exceptions=True)
-        if not pump.cancelled():
+        if pump.cancelled():
+            return
+        try:
             pump.result()
+        except TimeoutError:  # without an end to the answer the connection is closed
+            _log.warning("a client read nothing for %g s: its stream is cut off", self._timeout_s)
 
     async def _pump(self, send: Send) -> None:
         async with aclosing(self._chunks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from loragraph.server.openai import chat, models
+from loragraph.server.openai import chat, completions, models
 
-routers: tuple[APIRouter, ...] = (chat.router, models.router)
+routers: tuple[APIRouter, ...] = (chat.router, completions.router, models.router)
 """What create_app includes."""
