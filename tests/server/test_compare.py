@@ -117,7 +117,7 @@ def test_a_wrong_bundle_is_refused(http: httpx.Client, wrong: Any) -> None:
 
 def test_who_leaves_ends_all_requests(http: httpx.Client, served: Served) -> None:
     """A connection that is closed within the answer leaves nothing running."""
-    requests = [{**mixed(alpha=1.0), "max_tokens": 900}] * 3
+    requests = [{**mixed(alpha=1.0), "max_tokens": 450}] * 3
     with http.stream("POST", "/api/compare", json={"requests": requests}) as answer:
         next(answer.iter_lines())
         assert served.engine.stats().core.n_jobs == 3

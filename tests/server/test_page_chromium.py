@@ -143,7 +143,7 @@ def test_leaving_the_dialog_takes_the_new_column_back(page: Tab) -> None:
 
 def test_stop_ends_the_requests(page: Tab, served: Served) -> None:
     """Escape ends all answers, here and in the engine; what came so far stays."""
-    page.ask(QUESTION, max_tokens=900)
+    page.ask(QUESTION, max_tokens=450)
     page.column("alpha").locator(".text", has_text=re.compile(".")).wait_for()
     page.page.keyboard.press("Escape")
 

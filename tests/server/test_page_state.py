@@ -130,9 +130,14 @@ def test_many_viewers_cost_one_snapshot(
 ) -> None:
     """Within a snapshot's life nobody makes the engine work again."""
     monkeypatch.setattr(page_state, "MIN_AGE_S", 60.0)
-    calls = []
+    calls: list[Any] = []
     take = page_state._take
-    monkeypatch.setattr(page_state, "_take", lambda *args: (calls.append(1), take(*args))[1])
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return take(*args)
+
+    monkeypatch.setattr(page_state, "_take", counted)
     answers = [state(http) for _ in range(5)]
 
     assert len(calls) == 1

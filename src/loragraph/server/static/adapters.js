@@ -135,7 +135,7 @@ export class AdapterTable {
   #reload(name) {
     const { file } = this.#store.adapter(name);
     const body = { lora_name: name, lora_path: file, load_inplace: true };
-    const done = `${name} was read again.`;
+    const done = `${name} was read from its file.`;
     return this.#change(this.#rows.get(name).reload, done, () => this.#api.post("v1/load_lora_adapter", body));
   }
 
@@ -155,12 +155,11 @@ export class AdapterTable {
     });
   }
 
-  async #load({ name, path, pin }) {
-    const body = { lora_name: name, lora_path: path };
-    return this.#change(this.form.button, `${name} is loaded.`, async () => {
-      await this.#api.post("v1/load_lora_adapter", body);
-      if (pin) await this.#api.post("v1/pin_lora_adapter", { lora_name: name });
-    });
+  #load({ name, path, pin }) {
+    const body = { lora_name: name, lora_path: path, pinned: pin };
+    return this.#change(this.form.button, `${name} is loaded.`, () =>
+      this.#api.post("v1/load_lora_adapter", body),
+    );
   }
 
   /** The default of one adapter; the server's route takes the defaults of all. */
@@ -170,11 +169,11 @@ export class AdapterTable {
       input.value = this.#store.adapter(name)?.default_scale ?? 0;
       return;
     }
-    const scales = this.#store.adapters
-      .map((row) => ({ id: row.id, scale: row.name === name ? value : row.default_scale }))
-      .filter((entry) => entry.scale !== 0);
-    const done = `Default scale of ${name}: ${scale(value)}.`;
-    this.#change(input, done, () => this.#api.post("lora-adapters", scales));
+    this.#change(input, `Default scale of ${name}: ${scale(value)}.`, async () => {
+      const now = await this.#api.get("lora-adapters"); // others may have changed theirs
+      const scales = now.map((one) => ({ id: one.id, scale: one.name === name ? value : one.scale }));
+      await this.#api.post("lora-adapters", scales.filter((one) => one.scale !== 0));
+    });
   }
 
   /** Does what changes the server; tells the end of it; true where it went well. */
@@ -215,6 +214,10 @@ function update(parts, row) {
   }
   setText(parts.pin, row.pinned ? "Unpin" : "Pin");
   setAttribute(parts.pin, "aria-label", `${row.pinned ? "Unpin" : "Pin"} ${row.name}`);
+  const verb = row.state === "absent" ? "Load" : "Reload";
+  setText(parts.reload, verb);
+  setAttribute(parts.reload, "aria-label", `${verb} ${row.name}`);
+  setAttribute(parts.reload, "title", row.file ? null : "Its file is not in the server's folder.");
   parts.reload.disabled = !row.file;
 }
 
