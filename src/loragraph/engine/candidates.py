@@ -43,7 +43,9 @@ class Candidates:
     def drop_forbidden(self, window: float) -> None:
         """Leaves out logits of -inf, and those more than `window` below the best."""
         logit = self.data["logit"]
-        keep = logit > (logit.max(initial=-np.inf) - window if window < math.inf else -np.inf)
+        keep = logit > -np.inf
+        if window < math.inf:
+            keep &= logit >= logit.max(initial=-np.inf) - window
         if not keep.all():
             self.data = self.data[keep]
             self._wrap()

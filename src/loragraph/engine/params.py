@@ -144,8 +144,12 @@ class SamplingParams:
         name = "dry_sequence_breakers"
         _check_strings(name, self.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES)
         for text in self.dry_sequence_breakers:
-            if len(text.encode("utf-8", "replace")) > MAX_BREAKER_BYTES or "\0" in text:
-                raise bad_param(name, f"at most {MAX_BREAKER_BYTES} bytes without NUL", text)
+            try:
+                good = len(text.encode()) <= MAX_BREAKER_BYTES and "\0" not in text
+            except UnicodeEncodeError:
+                good = False
+            if not good:
+                raise bad_param(name, f"at most {MAX_BREAKER_BYTES} bytes of UTF-8, no NUL", text)
 
 
 def bad_param(name: str, expected: str, got: object) -> InvalidRequestError:
