@@ -3,7 +3,7 @@
 import { announce, byId, notice, setText } from "./dom.js";
 import { plural } from "./format.js";
 import { Column } from "./column.js";
-import { errorOf } from "./api.js";
+import { ApiError, errorOf } from "./api.js";
 
 const MAX_COLUMNS = 32; // as many as the server takes at once
 const FIRST_MIXES = 3;
@@ -102,7 +102,8 @@ export class Columns {
 
   /** The whole run failed: said once, above the columns, unless one of them told already. */
   #failed(columns, error) {
-    notice(byId("ask-error"), error.message);
+    const known = error instanceof ApiError;
+    notice(byId("ask-error"), known ? error.message : "The server's answer cannot be read.");
     for (const column of columns) if (column.element.classList.contains("busy")) column.fail("No answer.");
     if (error.status === 401) this.#settings.wantKey();
   }
