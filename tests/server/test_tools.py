@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -64,7 +65,7 @@ CASES: list[tuple[Maker, str, str, list[str]]] = [
 def split_at(text: str, cuts: set[int]) -> list[str]:
     """The pieces of a text between cuts."""
     places = [0, *sorted(cut for cut in cuts if 0 < cut < len(text)), len(text)]
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 def parse(parser: ToolParser, pieces: list[str]) -> tuple[list[str], Parsed]:
@@ -91,7 +92,7 @@ def test_any_way_of_cutting_gives_the_same(
 
 
 def test_arguments_and_ids() -> None:
-    """Arguments are JSON of what was written; ids differ, and are of nine characters for Mistral."""
+    """Arguments are JSON of what was written; ids differ; Mistral's are short."""
     _, hermes = parse(HermesCalls(NAMES), [f"<tool_call>{ADD}</tool_call>" * 2])
     _, mistral = parse(MistralCalls(NAMES), [f"[TOOL_CALLS][{ADD}]"])
 
