@@ -13,6 +13,7 @@ import typer
 
 from loragraph.cli.inspect import inspect
 from loragraph.cli.run import run
+from loragraph.cli.serve import serve
 from loragraph.errors import BackendError, LoragraphError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command()(serve)
 app.command()(inspect)
 
 # Click's base of all usage errors; typer has a copy of click and does not export this class.

@@ -311,6 +311,12 @@ class Engine:
             )
         )
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of "cells", of step "inputs" and of "compute" memory."""
+        self._check_open()
+        return self._thread.call(lambda: self._runner.nbytes)
+
     def save_session(self, path: str | os.PathLike[str]) -> int:
         """Saves what the prefix tree holds to a file; how many tokens. No step runs meanwhile.
 

@@ -101,9 +101,7 @@ class ServerState:
 
     def sync_ids(self) -> dict[str, int]:
         """Ids of all adapters of now, by name in their order; lists the folder of adapters."""
-        names = self.engine.registry.names()
-        first = [name for name in self.config.default_mix if name in names]
-        return self.ids.sync(dict.fromkeys([*first, *names]))
+        return self.ids.sync(self.engine.registry.names())
 
     def opened(self, engine: Engine) -> None:
         """The engine is ready."""
