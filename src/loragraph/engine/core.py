@@ -132,6 +132,7 @@ class EngineCore:
             self._step_failed(error)
             return True
         self.stats.n_steps += 1
+        self.stats.n_chunks += len(plan.chunks)
         self.scheduler.complete(plan)
         ended = self.outputs.update(plan, logits, self._runner.states)
         for job in ended.done:

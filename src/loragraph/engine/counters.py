@@ -14,6 +14,7 @@ class CoreStats:
     n_failed: int = 0
     n_aborted: int = 0
     n_steps: int = 0
+    n_chunks: int = 0  # of all steps: a sequence's part of a step
     n_step_failures: int = 0
     n_prompt_tokens: int = 0
     n_generated_tokens: int = 0

@@ -37,7 +37,12 @@ class AdapterLoader:
         nbytes, nbytes_b = memory_of(draft)
         ranks = [pair.b.ne[0] for pair in draft.pairs.values() if pair.b is not None]
         return AdapterHeader(
-            nbytes + nbytes_b, max(ranks), len(draft.pairs), draft.invocation_tokens
+            nbytes + nbytes_b,
+            max(ranks),
+            len(draft.pairs),
+            draft.invocation_tokens,
+            draft.task_name,
+            draft.prompt_prefix,
         )
 
     def start(self, generation: Generation) -> None:

@@ -10,10 +10,11 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
+from loragraph.engine.pool import LoadCounts
 from loragraph.errors import (
     AdapterChangedError,
     ConfigError,
@@ -36,6 +37,8 @@ class AdapterHeader:
     rank_max: int
     n_targets: int
     invocation_tokens: tuple[int, ...] = ()
+    task_name: str = ""  # what its file says of itself
+    prompt_prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Generation:
     owned: bool = False  # the adapter in memory goes with the generation
     digest: str | None = None  # known from the first load on
     retired: bool = False  # the name means something else, or nothing
+    counts: LoadCounts = field(default_factory=LoadCounts)  # of the name; the pool's
 
     def check_digest(self, digest: str) -> None:
         """Notes the digest of a first load; AdapterChangedError where a later one differs."""
@@ -172,6 +176,7 @@ class Registry:
         self._unloaded.discard(name)
         if old is not None:
             old.retired = True
+            new.counts = old.counts
         return old
 
     def _list_dir(self) -> set[str]:
@@ -226,7 +231,12 @@ def check_name(name: object) -> None:
 def header_of(adapter: Adapter) -> AdapterHeader:
     """The header of an adapter that is in memory."""
     return AdapterHeader(
-        resident_bytes(adapter), adapter.rank_max, len(adapter.pairs), adapter.invocation_tokens
+        resident_bytes(adapter),
+        adapter.rank_max,
+        len(adapter.pairs),
+        adapter.invocation_tokens,
+        adapter.task_name,
+        adapter.prompt_prefix,
     )
 
 

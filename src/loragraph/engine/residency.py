@@ -39,7 +39,9 @@ class Residency:
         max_bytes: int | None,
         clock: Callable[[], float],
     ) -> None:
-        self.pool: Pool[Generation] = Pool(n_slots, max_bytes, clock, self._evicted)
+        self.pool: Pool[Generation] = Pool(
+            n_slots, max_bytes, clock, self._evicted, counts_of=lambda generation: generation.counts
+        )
         self.adapters: dict[Generation, Adapter] = {}
         self._registry = registry
         self._slots = slots

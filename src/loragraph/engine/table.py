@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragraph.engine.counters import CoreStats
 from loragraph.engine.plan import SchedulerStats
-from loragraph.engine.pool import Pool, PoolStats, State
+from loragraph.engine.pool import LoadCounts, Pool, PoolStats, State
 from loragraph.engine.registry import Generation, Registry
 from loragraph.engine.runner import Counters
 
@@ -36,6 +36,7 @@ class AdapterRow:
     rank_max: int | None
     is_alora: bool
     n_users: int  # requests and pins that hold it
+    counts: LoadCounts  # since the name was first registered
 
 
 def adapter_rows(
@@ -46,7 +47,9 @@ def adapter_rows(
     for name in names:
         generation = current.get(name)
         if generation is None:
-            yield AdapterRow(name, None, None, None, State.ABSENT, None, None, False, 0)
+            yield AdapterRow(
+                name, None, None, None, State.ABSENT, None, None, False, 0, LoadCounts()
+            )
             continue
         yield AdapterRow(
             name,
@@ -58,4 +61,5 @@ def adapter_rows(
             generation.header.rank_max,
             bool(generation.header.invocation_tokens),
             pool.n_users(generation),
+            replace(generation.counts),
         )

@@ -12,9 +12,19 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from loragraph.engine.engine import Engine
-from loragraph.server import adapters_api, errors, health, llamacpp, metrics, openai, page
+from loragraph.server import (
+    access_log,
+    adapters_api,
+    errors,
+    health,
+    llamacpp,
+    metrics,
+    openai,
+    page,
+)
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate
+from loragraph.server.llamacpp import slots
 from loragraph.server.state import ServerState
 
 
@@ -37,6 +47,7 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
     for router in (health.router, *openai.routers, adapters_api.router, *llamacpp.routers):
         app.include_router(router)
     metrics.install(app, state)
+    slots.install(state)
     if config.with_page:
         app.include_router(page.router)
     app.add_middleware(Gate, config=config)
@@ -48,6 +59,7 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    access_log.install(app, state)
     if engine is not None:
         state.opened(engine)
     return app

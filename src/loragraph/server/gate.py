@@ -24,6 +24,7 @@ PUBLIC_PREFIXES = ("/static/",)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _KEY = "loragraph.is_admin"
+_API_KEY = "loragraph.api_key"
 REQUEST_ID_KEY = "loragraph.request_id"
 """Where a request's id stands in the scope."""
 
@@ -66,7 +67,7 @@ class Gate:
             return ApiError(
                 403, "a page of another origin may not call this server (see --cors-origin)"
             )
-        key = _key_of(headers)
+        key = scope[_API_KEY] = _key_of(headers)
         scope[_KEY] = not config.has_keys or _is_among(key, self._admin_keys)
         if config.has_keys and method != "OPTIONS" and not _is_public(path):
             if not key:
@@ -107,6 +108,15 @@ def request_id(request: Request) -> str:
 
 
 RequestId = Annotated[str, Depends(request_id)]
+"""A route's parameter for it."""
+
+
+def api_key(request: Request) -> str:
+    """The key that a request brought, "" for none; whether it is a good one was checked before."""
+    return str(request.scope.get(_API_KEY, ""))
+
+
+ApiKey = Annotated[str, Depends(api_key)]
 """A route's parameter for it."""
 
 

@@ -1,11 +1,343 @@
-"""Counters for Prometheus."""
+"""Counters by adapter and llama-server's own, as Prometheus text. Each server has its own registry.
+
+An adapter's label is its name for the first so many names that were met, and "other" for all later
+ones: a label keeps its meaning while the process lives, and no client can make more of them. A
+request with several adapters counts for each of them; one with none counts for "base".
+"""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+import asyncio
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from loragraph.server.state import ServerState
+from fastapi import APIRouter, FastAPI, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from loragraph.engine.pool import State as Residence
+from loragraph.engine.table import AdapterRow, EngineStats
+from loragraph.errors import LifecycleError
+from loragraph.server.errors import ApiError
+from loragraph.server.runs import Run
+from loragraph.server.served import Served, served_of
+from loragraph.server.state import Phase, ServerState, State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_LABELS = 100
+BASE, OTHER = "base", "other"
+
+FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histograms' buckets, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The engine's own numbers at the time of a scrape."""
+
+    stats: EngineStats
+    rows: Sequence[AdapterRow]
+
+
+class AdapterLabels:
+    """Names to labels; the first `limit` names keep theirs, the others share one."""
+
+    def __init__(self, limit: int = MAX_LABELS) -> None:
+        self._limit = limit
+        self._labels: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """The label of an adapter. One that is called as a common label shares "other"."""
+        found = self._labels.get(name)
+        if found is not None:
+            return found
+        if len(self._labels) >= self._limit or name in (BASE, OTHER):
+            return OTHER
+        return self._labels.setdefault(name, name)
+
+
+class Histogram:
+    """Counts of values by upper bound; a value may count several times at once."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float, n: int = 1) -> None:
+        """Counts `value` `n` times; `le` includes its bound, as Prometheus has it."""
+        self._counts[bisect_left(self._bounds, value)] += n
+        self.total += value * n
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, count of all values up to it)."""
+        out, so_far = [], 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            so_far += count
+            out.append((bound, float(so_far)))
+        return out
+
+
+@dataclass(slots=True)
+class _Series:
+    """What is counted under one label."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_generated: int = 0
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
+    token: Histogram = field(default_factory=lambda: Histogram(TOKEN_S))
+    queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_S))
+
+    def add(self, served: Served) -> None:
+        """Counts a request."""
+        self.outcomes[served.outcome] += 1
+        self.n_prompt += served.n_prompt
+        self.n_cached += served.n_cached
+        self.n_generated += served.n_generated
+        if served.queued_s is not None:
+            self.queue.add(served.queued_s)
+            if served.prompt_s is not None and served.n_generated:
+                self.first_token.add(served.queued_s + served.prompt_s)
+        if served.decode_s is not None and served.n_generated > 1:
+            n_gaps = served.n_generated - 1
+            self.token.add(served.decode_s / n_gaps, n_gaps)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """llama-server's sums, over all requests that have ended."""
+
+    n_prompt: int = 0  # computed, without the cached ones
+    n_cached: int = 0
+    prompt_s: float = 0.0
+    n_generated: int = 0
+    decode_s: float = 0.0
+    n_tokens_max: int = 0
+
+    def add(self, served: Served) -> None:
+        """Counts a request."""
+        self.n_prompt += served.n_prompt - served.n_cached
+        self.n_cached += served.n_cached
+        self.prompt_s += served.prompt_s or 0.0
+        self.n_generated += served.n_generated
+        self.decode_s += served.decode_s or 0.0
+        self.n_tokens_max = max(self.n_tokens_max, served.n_longest)
+
+
+class ServerMetrics(Collector):
+    """The metrics of one server. `snapshot` is asked at each scrape; None: no engine yet."""
+
+    def __init__(
+        self, snapshot: Callable[[], Snapshot | None], max_labels: int = MAX_LABELS
+    ) -> None:
+        self.started = time.time()
+        self.labels = AdapterLabels(max_labels)
+        self._snapshot = snapshot
+        self._lock = threading.Lock()
+        self._series: dict[str, _Series] = {BASE: _Series()}
+        self._totals = _Totals()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def observe(self, served: Served) -> None:
+        """Counts a request that has ended; for any thread."""
+        with self._lock:
+            self._totals.add(served)
+            for label in {self.labels.of(name) for name in served.adapters} or {BASE}:
+                self._series.setdefault(label, _Series()).add(served)
+
+    def render(self) -> bytes:
+        """Prometheus text. Waits for the engine's step to end, so not on the event loop."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry would otherwise scrape to find the names out."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics; for the registry."""
+        now = self._snapshot()
+        with self._lock:
+            out = [*_llama_server(self._totals, now), *_by_adapter(self._series)]
+        yield from out
+        if now is not None:
+            yield from _of_engine(now.stats)
+            yield from _of_adapters(now.rows, self.labels)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _llama_server(totals: _Totals, now: Snapshot | None) -> Iterator[Metric]:
+    """The names that llama-server's dashboards ask for, with its meaning."""
+    p = "llamacpp:"
+    yield _counter(f"{p}prompt_tokens", "Prompt tokens computed.", totals.n_prompt)
+    yield _counter(f"{p}prompt_tokens_cached", "Prompt tokens from the cache.", totals.n_cached)
+    yield _counter(f"{p}prompt_seconds", "Seconds of prompt processing.", totals.prompt_s)
+    yield _counter(f"{p}tokens_predicted", "Generated tokens.", totals.n_generated)
+    yield _counter(f"{p}tokens_predicted_seconds", "Seconds of generation.", totals.decode_s)
+    yield _gauge(f"{p}n_tokens_max", "Tokens of the longest sequence.", totals.n_tokens_max)
+    for name, text, n, seconds in (
+        ("prompt_tokens_seconds", "Prompt tokens a second.", totals.n_prompt, totals.prompt_s),
+        ("predicted_tokens_seconds", "Tokens a second.", totals.n_generated, totals.decode_s),
+    ):
+        yield _gauge(f"{p}{name}", text, n / seconds if seconds else 0.0)
+    for name in ("draft_tokens", "accepted_tokens", "drafts"):  # no speculative decoding
+        yield _counter(f"{p}spec_decode_num_{name}", "Always 0 here.", 0)
+    if now is not None:
+        core, scheduler = now.stats.core, now.stats.scheduler
+        n_deferred = max(0, core.n_jobs - scheduler.n_running)
+        per_step = core.n_chunks / core.n_steps if core.n_steps else 0.0
+        yield _counter(f"{p}n_decode", "Steps.", core.n_steps)
+        yield _gauge(f"{p}requests_processing", "Sequences that run.", scheduler.n_running)
+        yield _gauge(f"{p}requests_deferred", "Requests that wait.", n_deferred)
+        yield _gauge(f"{p}n_busy_slots_per_decode", "Sequences in a step, mean.", per_step)
+
+
+def _by_adapter(series: Mapping[str, _Series]) -> Iterator[Metric]:
+    """What requests had to do with, by adapter."""
+    requests = CounterMetricFamily(
+        "loragraph_requests", "Requests that ended, by how.", labels=("adapter", "outcome")
+    )
+    for label, own in series.items():
+        for outcome, n in sorted(own.outcomes.items()):
+            requests.add_metric((label, outcome), n)
+    yield requests
+    for name, text, key in (
+        ("prompt_tokens", "Prompt tokens.", "n_prompt"),
+        ("prompt_tokens_cached", "Prompt tokens from the cache.", "n_cached"),
+        ("generated_tokens", "Generated tokens.", "n_generated"),
+    ):
+        counter = CounterMetricFamily(f"loragraph_{name}", text, labels=("adapter",))
+        for label, own in series.items():
+            counter.add_metric((label,), getattr(own, key))
+        yield counter
+    for name, text, key in (
+        ("first_token_seconds", "From a request to its first token.", "first_token"),
+        ("token_seconds", "Between tokens, as the mean of the token's request.", "token"),
+        ("queue_seconds", "From a request to its admission.", "queue"),
+    ):
+        family = HistogramMetricFamily(f"loragraph_{name}", text, labels=("adapter",))
+        for label, own in series.items():
+            histogram: Histogram = getattr(own, key)
+            family.add_metric((label,), histogram.buckets(), histogram.total)
+        yield family
+
+
+def _of_engine(stats: EngineStats) -> Iterator[Metric]:
+    """Cells, steps and residency as a whole."""
+    core, scheduler, pool = stats.core, stats.scheduler, stats.pool
+    yield _counter("loragraph_steps", "Steps.", core.n_steps)
+    yield _counter("loragraph_step_failures", "Steps that failed.", core.n_step_failures)
+    yield _counter("loragraph_preemptions", "Sequences put back.", scheduler.n_preemptions)
+    yield _counter("loragraph_hit_tokens", "Tokens found in the tree.", scheduler.n_hit_tokens)
+    yield _counter("loragraph_evicted_tokens", "Tokens evicted.", scheduler.n_evicted_tokens)
+    yield _gauge("loragraph_cells", "Cells.", scheduler.n_cells)
+    yield _gauge("loragraph_cells_used", "Cells that hold a token.", scheduler.n_cells_used)
+    yield _gauge("loragraph_cells_in_use", "Cells of running ones.", scheduler.n_cells_in_use)
+    yield _gauge("loragraph_sequences_running", "Sequences that run.", scheduler.n_running)
+    yield _gauge("loragraph_jobs", "Requests that have not ended.", core.n_jobs)
+    yield _gauge("loragraph_adapters_resident", "Adapters in memory.", pool.n_resident)
+    yield _gauge("loragraph_adapters_bytes", "Bytes of adapters in memory.", pool.nbytes)
+
+
+def _of_adapters(rows: Iterable[AdapterRow], labels: AdapterLabels) -> Iterator[Metric]:
+    """Residency by adapter; what was unloaded, and had a label of its own, ends there."""
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        counts = row.counts
+        numbers = (
+            row.nbytes or 0 if row.state is Residence.RESIDENT else 0,
+            counts.n_loads,
+            counts.load_seconds,
+            counts.n_evictions,
+            counts.n_failures,
+        )
+        if row.generation is not None:  # of a folder's files those that were ever asked for
+            own = sums.setdefault(labels.of(row.name), [0.0] * len(numbers))
+            own[:] = map(float.__add__, own, map(float, numbers))
+    gauge = GaugeMetricFamily(
+        "loragraph_adapter_resident_bytes", "Bytes in memory.", labels=("adapter",)
+    )
+    counters = [
+        CounterMetricFamily(f"loragraph_adapter_{name}", text, labels=("adapter",))
+        for name, text in (
+            ("loads", "Loads into memory."),
+            ("load_seconds", "Seconds of loading."),
+            ("evictions", "Evictions from memory."),
+            ("load_failures", "Loads that failed."),
+        )
+    ]
+    for label, (nbytes, *values) in sums.items():
+        gauge.add_metric((label,), nbytes)
+        for counter, value in zip(counters, values, strict=True):
+            counter.add_metric((label,), value)
+    yield gauge
+    yield from counters
+
+
+class _RunCounts:
+    """Counts the runs of a server as they end."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+
+    def on_start(self, run: Run) -> None:
+        """Nothing is counted yet."""
+
+    def on_end(self, run: Run) -> None:
+        """Counts it."""
+        self._metrics.observe(served_of(run))
 
 
 def install(app: FastAPI, state: ServerState) -> None:
     """Adds what counts, and the route that shows it."""
+    metrics = ServerMetrics(lambda: _snapshot(state))
+    state.hooks.append(_RunCounts(metrics))
+    state.extra["metrics"] = metrics
+    app.include_router(router)
+
+
+router = APIRouter(tags=["server"])
+
+
+@router.get("/metrics", response_class=Response)
+async def show(state: State) -> Response:
+    """Prometheus text; 501 without --metrics, as llama-server has it."""
+    if not state.config.with_metrics:
+        raise ApiError(
+            501, "This server does not support metrics endpoint. Start it with `--metrics`"
+        )
+    metrics: ServerMetrics = state.extra["metrics"]
+    text = await asyncio.to_thread(metrics.render)
+    headers = {"Process-Start-Time-Unix": str(int(metrics.started))}
+    return Response(text, headers=headers, media_type=CONTENT_TYPE)
+
+
+def _snapshot(state: ServerState) -> Snapshot | None:
+    """The engine's numbers; None while there is none, or none any more."""
+    if state.phase is Phase.LOADING:
+        return None
+    try:
+        return Snapshot(state.engine.stats(), state.engine.adapters)
+    except LifecycleError:
+        return None

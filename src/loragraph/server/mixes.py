@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loragraph.engine.request import AdapterUse
 from loragraph.errors import InvalidRequestError, ModelNotFoundError
+from loragraph.server.sidecar import NO_DEFAULTS, Defaults
 from loragraph.server.state import ServerState
+from loragraph.vocab.chat import ChatTemplate
 
 MAX_ENTRIES = 256
 
@@ -25,15 +27,37 @@ class RequestMix:
     model: str  # the name that answers carry: the adapter's if it was chosen so, else the base's
     scales: Mapping[str, float]  # names and user scales, zeros included; empty: the base
     is_default: bool = False  # nothing was asked for, so these are the server's
+    defaults: Defaults = NO_DEFAULTS  # what its adapters give a request that says nothing itself
+
+    def template(self, state: ServerState) -> ChatTemplate | None:
+        """The template of its chats."""
+        return self.defaults.chat_template or state.engine.model.chat_template
 
 
 def resolve_mix(
-    state: ServerState, model: str | None = None, lora: Any = None, adapters: Any = None
+    state: ServerState,
+    model: str | None = None,
+    lora: Any = None,
+    adapters: Any = None,
+    *,
+    key: str = "",
+    adapter_defaults: bool | None = None,
 ) -> RequestMix:
-    """The mix of a request's fields. May look into the folder of adapters, so not on the loop.
+    """The mix of a request's fields. Reads folder and sidecars of adapters, so not on the loop.
 
-    ModelNotFoundError for an unknown name, InvalidRequestError for all else that is wrong.
+    `key` is the API key that came along; `adapter_defaults` False leaves sidecars out, but for who
+    may use an adapter. ModelNotFoundError for an unknown name, PermissionDeniedError for an adapter
+    that is not for that key, FormatError for a wrong sidecar, InvalidRequestError for all else.
     """
+    mix = _choose(state, model, lora, adapters)
+    names = [name for name, scale in mix.scales.items() if scale != 0]
+    generations = [state.engine.registry.resolve(name) for name in names]
+    defaults = state.sidecars.for_mix(generations, key)
+    return mix if adapter_defaults is False else replace(mix, defaults=defaults)
+
+
+def _choose(state: ServerState, model: str | None, lora: Any, adapters: Any) -> RequestMix:
+    """The mix, whoever asks for it."""
     base, named = _model(state, model)
     by_lora = None if lora is None else parse_scales(state, lora, "lora")
     by_adapters = None if adapters is None else parse_scales(state, adapters, "adapters")
@@ -46,7 +70,7 @@ def resolve_mix(
         )
     if chosen is None:
         if named is not None:
-            return RequestMix(shown, {named: 1.0})
+            return RequestMix(shown, {named: default_scale(state, named)})
         return RequestMix(shown, state.default_mix, is_default=True)
     if named is not None and named not in _on(chosen):
         field = "adapters" if by_lora is None else "lora"
@@ -84,6 +108,17 @@ def parse_scales(state: ServerState, value: Any, field: str) -> dict[str, float]
             raise InvalidRequestError(f"{field}: {name!r:.80} is given twice", param=field)
         scales[name] = _scale(name, scale, field)
     return scales
+
+
+def default_scale(state: ServerState, name: str) -> float:
+    """The scale of an adapter that is named without one; 1 for an unknown name.
+
+    FormatError for a sidecar that is wrong.
+    """
+    try:
+        return state.sidecars.of(state.engine.registry.resolve(name)).scale
+    except ModelNotFoundError:
+        return 1.0  # whoever looks it up finds out
 
 
 def uses_json(uses: tuple[AdapterUse, ...]) -> list[dict[str, Any]]:
@@ -125,7 +160,7 @@ def _model(state: ServerState, model: str | None) -> tuple[str, str | None]:
 
 def _entry(state: ServerState, entry: Any, field: str) -> tuple[str, Any]:
     if isinstance(entry, str):
-        return entry, 1.0
+        return entry, default_scale(state, entry)
     if not isinstance(entry, Mapping):
         raise InvalidRequestError(
             f"Field '{field}': Error: '{field}' must be an array of objects with 'id' (or 'name') "

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from loragraph.errors import InvalidRequestError
 from loragraph.server.mixes import RequestMix
 from loragraph.server.state import ServerState
+from loragraph.vocab.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from loragraph.server.openai.fields import Message, TemplateBody
 
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+_RESERVED = frozenset(
+    ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "timeout_s")
+)
 _MARK = "\ue000loragraph:end\ue001"  # private use: no tokeniser's text
 
 
@@ -32,16 +35,16 @@ def chat_prompt(state: ServerState, mix: RequestMix, body: TemplateBody) -> Chat
     return ChatPrompt(text, tokens_of(state, text))
 
 
-def chat_text(state: ServerState, _mix: RequestMix, body: TemplateBody) -> str:
-    """The prompt's text, with what the vocabulary adds itself (BOS) left out."""
-    model = state.engine.model
-    if model.chat_template is None:
+def chat_text(state: ServerState, mix: RequestMix, body: TemplateBody) -> str:
+    """The prompt's text, by the mix's template and with its system prompt and prefix."""
+    template = mix.template(state)
+    if template is None:
         raise InvalidRequestError(
             f"{state.base_name} has no chat template",
             param="messages",
             hint="send plain text to /v1/completions",
         )
-    messages = [_plain(message) for message in body.messages]
+    messages = mix.defaults.messages([_plain(message) for message in body.messages])
     variables = dict(body.chat_template_kwargs or {})
     reserved = _RESERVED & variables.keys()
     if reserved:
@@ -60,10 +63,8 @@ def chat_text(state: ServerState, _mix: RequestMix, body: TemplateBody) -> str:
                 param="continue_final_message",
             )
         messages[-1] = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_MARK}"}
-    tools = tools_of(state, body)
-    text = model.chat_template.render(
-        messages, add_generation_prompt=starts, tools=tools, **variables
-    )
+    tools = tools_of(template, body)
+    text = template.render(messages, add_generation_prompt=starts, tools=tools, **variables)
     if goes_on:
         text, mark, _ = text.rpartition(_MARK)
         if not mark:
@@ -74,11 +75,10 @@ def chat_text(state: ServerState, _mix: RequestMix, body: TemplateBody) -> str:
     return text
 
 
-def tools_of(state: ServerState, body: TemplateBody) -> list[dict[str, Any]] | None:
+def tools_of(template: ChatTemplate | None, body: TemplateBody) -> list[dict[str, Any]] | None:
     """The tools as the template sees them; InvalidRequestError where it knows of none."""
     if not body.tools or body.tool_choice == "none":
         return None
-    template = state.engine.model.chat_template
     if template is not None and "tools" not in template.source:
         raise InvalidRequestError("the model's chat template has no place for tools", param="tools")
     return [tool.model_dump(exclude_none=True) for tool in body.tools]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
+from loragraph.engine.async_stream import AsyncStream
 from loragraph.engine.engine import Engine
 from loragraph.engine.request import Event, Request, Result
 from loragraph.errors import LoragraphError
@@ -40,6 +41,7 @@ class Run:
         self.result: Result | None = None
         self.error: LoragraphError | None = None  # what ended it, if not its result
         self.cancelled = False  # left before its end
+        self.stream: AsyncStream | None = None  # while events are read
 
     async def finish(self) -> Result:
         """Waits for the result; cancelling this cancels the request."""
@@ -55,6 +57,7 @@ class Run:
         """
         with self._watched() as engine:
             async with await engine.asubmit(self.request) as stream:
+                self.stream = stream
                 async for batch in stream.batches():
                     self._note(batch)
                     yield batch

@@ -14,6 +14,7 @@ from loragraph.engine.engine import Engine
 from loragraph.server.config import ServerConfig
 from loragraph.server.errors import ApiError
 from loragraph.server.ids import AdapterIds
+from loragraph.server.sidecar import Sidecars
 
 if TYPE_CHECKING:
     from loragraph.server.runs import Run
@@ -43,6 +44,7 @@ class ServerState:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.ids = AdapterIds()
+        self.sidecars = Sidecars(lambda source: self.engine.model.compile_template(source))
         self.created = int(time.time())
         self.hooks: list[RunHooks] = []
         self.runs: dict[Run, None] = {}  # those of now, oldest first; the event loop's

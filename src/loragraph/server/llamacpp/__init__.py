@@ -4,5 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-routers: tuple[APIRouter, ...] = ()
+from loragraph.server.llamacpp import completion, lora_adapters, props, refused, tokens
+
+routers: tuple[APIRouter, ...] = (
+    completion.router,
+    tokens.router,
+    lora_adapters.router,
+    props.router,
+    refused.router,
+)
 """What create_app includes."""

@@ -14,11 +14,10 @@ from loragraph.engine.request import Choice, Event, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
 from loragraph.server.forms import cached_grammar, call_schema, grammar_of
-from loragraph.server.gate import RequestId
-from loragraph.server.mixes import resolve_mix
+from loragraph.server.gate import ApiKey, RequestId
 from loragraph.server.openai.fields import ChatBody
 from loragraph.server.openai.logprobs import chat_logprobs, of_events, prompt_logprobs_json
-from loragraph.server.openai.prepare import head, make_run, wants_usage
+from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
 from loragraph.server.prompts import chat_prompt, tools_of
 from loragraph.server.routing import api_router
 from loragraph.server.runs import Run, own_json, usage_json, while_connected
@@ -53,21 +52,21 @@ class _Chat:
 @router.post("/v1/chat/completions")
 @router.post("/chat/completions", include_in_schema=False)
 async def chat_completions(
-    body: ChatBody, http: HttpRequest, state: State, request_id: RequestId
+    body: ChatBody, http: HttpRequest, state: State, request_id: RequestId, key: ApiKey
 ) -> Response:
     """An answer to a chat, whole or as a stream of chunks."""
-    chat = await asyncio.to_thread(_prepare, state, body, request_id)
+    chat = await asyncio.to_thread(_prepare, state, body, request_id, key)
     if body.stream:
         return await sse.event_stream(_chunks(chat), state.config.send_timeout_s)
     result = await while_connected(http, chat.run.finish())
     return JSONResponse(await asyncio.to_thread(_answer, chat, result))
 
 
-def _prepare(state: ServerState, body: ChatBody, request_id: str) -> _Chat:
+def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _Chat:
     body.check()
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs: only with 'logprobs': true", param="top_logprobs")
-    mix = resolve_mix(state, body.model, body.lora, body.adapters)
+    mix = mix_of(state, body, key)
     prompt = chat_prompt(state, mix, body)
     grammar = grammar_of(body)
     forced = call_schema(body)
@@ -79,12 +78,14 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str) -> _Chat:
             )
         grammar = cached_grammar(forced)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(state, body, grammar=grammar, logprobs=logprobs)
+    params = sampling_params(
+        state, body, grammar=grammar, defaults=mix.defaults.params({}), logprobs=logprobs
+    )
     run = make_run(
         *(state, body, mix, prompt.tokens, params, request_id, "chat"), body.prompt_logprobs
     )
-    template = state.engine.model.chat_template
-    if template is None or not tools_of(state, body):
+    template = mix.template(state)
+    if template is None or not tools_of(template, body):
         return _Chat(state, body, run, None, {})
     names = frozenset(tool.function.name for tool in body.tools or ())
     return _Chat(

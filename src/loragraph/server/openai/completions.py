@@ -15,12 +15,12 @@ from loragraph.engine.request import Choice, Event, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
 from loragraph.server.forms import grammar_of
-from loragraph.server.gate import RequestId
-from loragraph.server.mixes import RequestMix, resolve_mix
+from loragraph.server.gate import ApiKey, RequestId
+from loragraph.server.mixes import RequestMix
 from loragraph.server.openai.chat import by_choice
 from loragraph.server.openai.fields import CompletionBody
 from loragraph.server.openai.logprobs import CompletionLogprobs, of_events, prompt_logprobs_json
-from loragraph.server.openai.prepare import head, make_run, wants_usage
+from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
 from loragraph.server.prompts import TextPrompt, prompts_of
 from loragraph.server.routing import api_router
 from loragraph.server.runs import (
@@ -55,17 +55,17 @@ class _Job:
 
 @router.post("/v1/completions")
 async def completions(
-    body: CompletionBody, http: HttpRequest, state: State, request_id: RequestId
+    body: CompletionBody, http: HttpRequest, state: State, request_id: RequestId, key: ApiKey
 ) -> Response:
     """What follows a prompt, or each of several, whole or as a stream of chunks."""
-    job = await asyncio.to_thread(_prepare, state, body, request_id)
+    job = await asyncio.to_thread(_prepare, state, body, request_id, key)
     if body.stream:
         return await sse.event_stream(_chunks(job), state.config.send_timeout_s)
     results = await while_connected(http, finish_all(job.runs))
     return JSONResponse(await asyncio.to_thread(_answer, job, results))
 
 
-def _prepare(state: ServerState, body: CompletionBody, request_id: str) -> _Job:
+def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str) -> _Job:
     body.check()
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(
@@ -79,9 +79,15 @@ def _prepare(state: ServerState, body: CompletionBody, request_id: str) -> _Job:
         raise InvalidRequestError(
             "log-probabilities of the prompt are not supported in a stream", param="stream"
         )
-    mix = resolve_mix(state, body.model, body.lora, body.adapters)
-    prompts = prompts_of(state, body.prompt)
-    params = sampling_params(state, body, grammar=grammar_of(body), logprobs=n_logprobs)
+    mix = mix_of(state, body, key)
+    prompts = prompts_of(state, mix.defaults.prompts(body.prompt))
+    params = sampling_params(
+        state,
+        body,
+        grammar=grammar_of(body),
+        defaults=mix.defaults.params({}),
+        logprobs=n_logprobs,
+    )
     runs = [
         make_run(
             state, body, mix, prompt.tokens, params, request_id, "completions", prompt_logprobs

@@ -65,6 +65,7 @@ class GenerationBody(SamplingBody):
     model: Annotated[str, Field(max_length=400)] | None = None
     lora: Lora | None = None
     adapters: Adapters | None = None
+    adapter_defaults: bool | None = None  # false: without what the adapters' sidecars say
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -8,10 +8,22 @@ from typing import Any
 
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
-from loragraph.server.mixes import RequestMix
+from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.openai.fields import GenerationBody
 from loragraph.server.runs import Run
 from loragraph.server.state import ServerState
+
+
+def mix_of(state: ServerState, body: GenerationBody, key: str) -> RequestMix:
+    """The mix that a body asks for; see resolve_mix()."""
+    return resolve_mix(
+        state,
+        body.model,
+        body.lora,
+        body.adapters,
+        key=key,
+        adapter_defaults=body.adapter_defaults,
+    )
 
 
 def make_run(
