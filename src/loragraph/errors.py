@@ -102,9 +102,22 @@ class InvalidRequestError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The tokens do not fit into the context."""
+    """The tokens do not fit into the context; how many there are, and how many it has, if known."""
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        n_prompt_tokens: int | None = None,
+        n_ctx: int | None = None,
+        param: str = "",
+        hint: str = "",
+    ) -> None:
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+        super().__init__(message, param=param, hint=hint)
 
 
 class PermissionDeniedError(RequestError):

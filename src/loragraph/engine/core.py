@@ -134,7 +134,7 @@ class EngineCore:
         self.stats.n_steps += 1
         self.stats.n_chunks += len(plan.chunks)
         self.scheduler.complete(plan)
-        ended = self.outputs.update(plan, logits)
+        ended = self.outputs.update(plan, logits, self._runner.states)
         for job in ended.done:
             self._finish(job)
         for job, failure in ended.failed.items():
@@ -170,7 +170,7 @@ class EngineCore:
             self._leave(job)
             late = DeadlineError(
                 f"the request's time was over after {now - job.submitted:.3g} s",
-                result=job.result(now),
+                result=job.answer(now),
             )
             self._end(job, late)
 
@@ -219,7 +219,6 @@ class EngineCore:
         segments = segments_of(scaled)
         for segment in segments:
             self.residency.check(segment.mix)
-        scores = job.prompt_scores
         return [
             Sequence(
                 next(self._ids),
@@ -228,7 +227,8 @@ class EngineCore:
                 segments,
                 job.max_tokens,
                 salt=job.salt,
-                logits_from=None if scores is None or choice.index else scores.start - 1,
+                logits_from=None if choice.index else job.results_from,
+                gives_states=job.states is not None,
             )
             for choice in job.choices
         ]
@@ -278,4 +278,4 @@ class EngineCore:
             job.sink(error)
         else:
             self.stats.n_finished += 1
-            job.sink(job.result(self._clock()))
+            job.sink(job.answer(self._clock()))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from loragraph.engine.embedding import PooledStates, Pooling, check_pooling
 from loragraph.engine.generate import prompt_tokens
 from loragraph.engine.job import ChoiceState, Job, PromptScores, Sink
 from loragraph.engine.model import Model
@@ -52,6 +53,8 @@ class JobMaker:
         if len(tokens) > most:
             raise ContextLengthError(
                 f"expected a prompt of at most {most} tokens, got {len(tokens)}",
+                n_prompt_tokens=len(tokens),
+                n_ctx=limit,
                 param="prompt",
                 hint="shorten the prompt or raise n_ctx",
             )
@@ -82,6 +85,14 @@ class JobMaker:
             job.close()
             raise
         job.prompt_scores, job.is_score = PromptScores(start, 0), True
+        return job
+
+    def make_embedding(self, request: Request, pooling: Pooling, normalize: int, sink: Sink) -> Job:
+        """A job whose answer is the embedding of the prompt."""
+        check_pooling(pooling, normalize)
+        params = SamplingParams(temperature=0, max_tokens=0)
+        job = self.make(replace(request, params=params, n=1, prompt_logprobs=None), sink)
+        job.states = PooledStates(pooling, normalize)
         return job
 
     def _add_choices(self, job: Job, params: SamplingParams, n: int) -> None:

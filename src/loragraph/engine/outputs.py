@@ -50,18 +50,27 @@ class StepOutputs:
         self._clock = clock
         self._pieces: dict[int, tuple[bytes, bool]] = {}
 
-    def update(self, plan: StepPlan, logits: Logits) -> Ended:
-        """Samples and sends out; `logits` (n_outputs, n_vocab) f32 in the order of the chunks."""
+    def update(self, plan: StepPlan, logits: Logits, states: NDArray[np.float32]) -> Ended:
+        """Samples and sends out.
+
+        `logits` (n_logits, n_vocab) f32 and `states` (n_states, n_embd) f32, each in the order of
+        the chunks.
+        """
         ended = Ended()
         chosen: list[tuple[ChoiceState, int]] = []
         logits = logits[:, : self._texts.n_tokens]
-        row = 0
+        row = state_row = 0
         for chunk in plan.chunks:
-            rows = slice(row, row + chunk.n_outputs)
-            row += chunk.n_outputs
             choice = self.choices[chunk.sequence]
-            if chunk.sequence.logits_from is not None:
-                self._score(choice.job, chunk, logits[rows], ended)
+            if chunk.sequence.gives_states:
+                rows = slice(state_row, state_row + chunk.n_outputs)
+                state_row = rows.stop
+                self._embed(choice.job, states[rows], ended)
+            else:
+                rows = slice(row, row + chunk.n_outputs)
+                row = rows.stop
+                if chunk.sequence.logits_from is not None:
+                    self._score(choice.job, chunk, logits[rows], ended)
             if chunk.wants_token:
                 chosen.append((choice, rows.stop - 1))
             elif chunk.sequence.finish_reason is not None:  # max_tokens 0
@@ -75,6 +84,13 @@ class StepOutputs:
         """They have left the scheduler."""
         for sequence in sequences:
             self.choices.pop(sequence, None)
+
+    def _embed(self, job: Job, states: NDArray[np.float32], ended: Ended) -> None:
+        """The states (n, n_embd) f32 of the prompt's next tokens."""
+        assert job.states is not None
+        job.states.add(states)
+        if not np.isfinite(states).all():
+            ended.failed[job] = BackendError("the model's states are not finite numbers")
 
     def _score(self, job: Job, chunk: Chunk, logits: Logits, ended: Ended) -> None:
         """Row i of `logits` (n_outputs, n_tokens) tells of the token behind its own."""

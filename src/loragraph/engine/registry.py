@@ -42,7 +42,17 @@ class AdapterHeader:
     coverage: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # see LoadReport
 
 
-HeaderReader = Callable[[Path], AdapterHeader]
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a file is read; see `loragraph.adapters.gguf.read_adapter`."""
+
+    ignore_norm: bool = False
+    tied_output: bool | None = None
+
+
+PLAIN_LOAD = LoadOptions()
+
+HeaderReader = Callable[[Path, LoadOptions], AdapterHeader]
 """Reads and checks a file's header; raises what is wrong with it."""
 
 
@@ -54,6 +64,7 @@ class Generation:
     number: int
     path: Path | None  # None: made in memory
     header: AdapterHeader
+    options: LoadOptions = PLAIN_LOAD
     adapter: Adapter | None = None  # given by the caller, who keeps it unless `owned`
     owned: bool = False  # the adapter in memory goes with the generation
     digest: str | None = None  # known from the first load on
@@ -93,7 +104,10 @@ class Registry:
         return len(self.names())
 
     def register(
-        self, name: str, source: str | os.PathLike[str] | Adapter
+        self,
+        name: str,
+        source: str | os.PathLike[str] | Adapter,
+        options: LoadOptions = PLAIN_LOAD,
     ) -> tuple[Generation, Generation | None]:
         """A new generation of `name`, and the one that it replaces.
 
@@ -103,10 +117,13 @@ class Registry:
         check_name(name)
         if isinstance(source, Adapter):
             header = header_of(source)
-            new = Generation(name, next(self._numbers), None, header, source, digest=source.digest)
+            new = Generation(
+                name, next(self._numbers), None, header, adapter=source, digest=source.digest
+            )
         else:
             path = Path(source).absolute()
-            new = Generation(name, next(self._numbers), path, self._read_header(path))
+            header = self._read_header(path, options)
+            new = Generation(name, next(self._numbers), path, header, options)
         with self._lock:
             return new, self._swap(name, new)
 
@@ -115,7 +132,7 @@ class Registry:
         with self._lock:
             if old.retired or old.path is None:
                 return None
-            new = Generation(old.name, next(self._numbers), old.path, old.header)
+            new = Generation(old.name, next(self._numbers), old.path, old.header, old.options)
             self._swap(old.name, new)
             return new
 
@@ -138,7 +155,7 @@ class Registry:
         path = self._path_in_dir(name)
         if path is None:
             raise self._unknown(name)
-        new = Generation(name, next(self._numbers), path, self._read_header(path))
+        new = Generation(name, next(self._numbers), path, self._read_header(path, PLAIN_LOAD))
         with self._lock:  # another thread may have been first
             return self._current.setdefault(name, new)
 

@@ -94,7 +94,13 @@ def api_error(error: LoragraphError) -> ApiError:
     message = _without_folders(error)
     if isinstance(error, ContextLengthError):
         return ApiError(
-            400, message, param=error.param, kind="exceed_context_size_error", reason=error.code
+            400,
+            message,
+            param=error.param,
+            kind="exceed_context_size_error",
+            reason=error.code,
+            n_prompt_tokens=error.n_prompt_tokens,
+            n_ctx=error.n_ctx,
         )
     if isinstance(error, RequestError):
         reason = None if error.code == "invalid_request_error" else error.code

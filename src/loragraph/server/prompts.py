@@ -15,7 +15,9 @@ from loragraph.vocab.chat import ChatTemplate
 if TYPE_CHECKING:
     from loragraph.server.openai.fields import Message, TemplateBody
 
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "timeout_s"})
+_RESERVED = frozenset(
+    ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "timeout_s")
+)
 _MARK = "\ue000loragraph:end\ue001"  # private use: no tokeniser's text
 
 

@@ -6,6 +6,7 @@ do is refused unless it asks for nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from loragraph.server.state import ServerState
 
 _KNOWN = frozenset(field.name for field in dataclass_fields(SamplingParams))
 
+_MAX_BIAS_CHARS = 1000
 _TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 
 # What llama-server's clients send along without meaning it: the values that change nothing.
@@ -71,7 +73,7 @@ class SamplingBody(Body):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n_predict: int | None = None
-    logit_bias: dict[str, Number] | list[list[Any]] | None = None
+    logit_bias: dict[str, Number | bool] | list[list[Any]] | None = None
     # llama-server's that the engine may lack
     mirostat: int | None = None
     mirostat_tau: Number | None = None
@@ -178,27 +180,37 @@ def _agree(given: Mapping[str, Any], one: str, other: str) -> None:
         )
 
 
-def _biases(state: ServerState, value: dict[str, float] | list[list[Any]]) -> dict[int, float]:
-    """Token id -> bias, of {"id": bias} or llama-server's [[id or text, bias or false]]."""
-    pairs: list[list[Any]] = (
-        [[key, bias] for key, bias in value.items()] if isinstance(value, dict) else value
-    )
+def _biases(
+    state: ServerState, value: dict[str, float | bool] | list[list[Any]]
+) -> dict[int, float]:
+    """Token id -> bias, of {"id or text": bias} or llama-server's [[id or text, bias or false]].
+
+    A number that is a text is an id as a key, where JSON knows no numbers, and a text in a pair.
+    What is said of a token several times is added up.
+    """
+    keys_are_ids = isinstance(value, dict)
+    pairs = [[key, bias] for key, bias in value.items()] if isinstance(value, dict) else value
     biases: dict[int, float] = {}
-    vocab = state.engine.model.vocab
     for pair in pairs:
-        if len(pair) != 2:
+        key, bias = pair if len(pair) == 2 else (None, None)
+        if bias is True or not isinstance(bias, int | float) or not abs(bias) < 1e39:
             raise _bad_bias(pair)
-        key, bias = pair
-        if (isinstance(bias, bool) and bias) or not isinstance(bias, int | float):
-            raise _bad_bias(pair)
-        number = float("-inf") if bias is False else float(bias)
-        if isinstance(key, str) and key.isdecimal() and len(key) <= 10:
+        number = -math.inf if bias is False else float(bias)
+        if keys_are_ids and isinstance(key, str) and key.isdecimal() and len(key) <= 10:
             key = int(key)
-        if isinstance(key, bool) or not isinstance(key, int | str):
-            raise _bad_bias(pair)
-        tokens = [key] if isinstance(key, int) else vocab.tokenize(key[:1000], add_special=False)
-        biases |= dict.fromkeys(tokens, number)
+        for token in _bias_tokens(state, key, pair):
+            biases[token] = biases.get(token, 0.0) + number
     return biases
+
+
+def _bias_tokens(state: ServerState, key: Any, pair: Any) -> list[int]:
+    """The id, or those of all tokens of a text."""
+    if isinstance(key, int) and not isinstance(key, bool):
+        return [key]
+    if not isinstance(key, str) or len(key) > _MAX_BIAS_CHARS:
+        raise _bad_bias(pair)
+    vocab = state.engine.model.vocab
+    return vocab.tokenize(key, add_special=False, parse_special=False)
 
 
 def _bad_bias(pair: Any) -> InvalidRequestError:

@@ -62,7 +62,9 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for chunk in self._chunks:
                 message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                await asyncio.wait_for(send(message), self._timeout_s)
+                # not wait_for(), which loses a cancellation that comes as the send ends
+                async with asyncio.timeout(self._timeout_s):
+                    await send(message)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
