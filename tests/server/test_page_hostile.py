@@ -284,7 +284,8 @@ def test_a_thousand_adapters(browser: Browser, served: Served) -> None:
     page.locator("tr[data-adapter='adapter-0777']").wait_for()
     assert page.locator("tbody tr").count() == 1
     page.get_by_label("Filter adapters").fill("")
-    page.get_by_role("button", name="Show 900 more adapters").click()
+    page.get_by_role("button", name="Show 500 more adapters of 900").click()
+    page.get_by_role("button", name="Show 400 more adapters").click()
     row = page.locator("tr[data-adapter='adapter-0999']")
     row.wait_for()
     pin = row.get_by_role("button", name="Pin")

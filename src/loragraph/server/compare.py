@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import json
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Scope
 
 from loragraph.server import sse
@@ -78,7 +78,7 @@ class _Call:
         self._app = app
         self._scope = scope
         self._index = index
-        self._body = json.dumps(request).encode()
+        self._body = to_json(request)
         self._lines = lines
         self._sent = False
         self._status = 0
@@ -130,7 +130,7 @@ async def _chunks(
             while not lines.empty():
                 ready.append(lines.get_nowait())
             n_open -= sum("end" in line for line in ready)
-            yield b"".join(json.dumps(line).encode() + b"\n" for line in ready)
+            yield b"".join(to_json(line) + b"\n" for line in ready)
     finally:
         for task in tasks:
             task.cancel()

@@ -6,7 +6,8 @@ import { LoadForm } from "./load.js";
 import { parseScale } from "./mix.js";
 import { tint } from "./store.js";
 
-const FIRST_SHOWN = 100; // of a longer table, until more are asked for
+const FIRST_SHOWN = 100; // of a longer table
+const MORE_SHOWN = 500; // each time that more are asked for
 
 // Key, heading, text of a row.
 const CELLS = [
@@ -54,7 +55,7 @@ export class AdapterTable {
     this.empty = h("p", { class: "placeholder" });
     this.more = h("button", { type: "button", class: "quiet more", hidden: true });
     this.more.addEventListener("click", () => {
-      this.#limit = Infinity;
+      this.#limit += MORE_SHOWN;
       this.#show();
     });
     byId("adapters-table").append(this.table, this.empty, this.more);
@@ -82,7 +83,8 @@ export class AdapterTable {
     const none = all.length ? "No adapter has such a name." : "No adapters yet. Load one from the server's folder.";
     setText(this.empty, shown.length ? "" : none);
     this.more.hidden = n_hidden === 0;
-    setText(this.more, `Show ${plural(n_hidden, "more adapter")}`);
+    const next = Math.min(n_hidden, MORE_SHOWN);
+    setText(this.more, `Show ${plural(next, "more adapter")}${next < n_hidden ? ` of ${count(n_hidden)}` : ""}`);
     setText(byId("adapters-note"), noteOf(all, n_fit));
   }
 

@@ -108,7 +108,9 @@ export class Api {
 
   #translate(error, signal) {
     if (error instanceof ApiError || signal?.aborted) return error;
-    if (error instanceof SyntaxError) return new ApiError("The server sent what is not JSON.");
+    if (error instanceof SyntaxError || error instanceof RangeError) {
+      return new ApiError("The server sent what is not JSON.");
+    }
     return new ApiError("The server does not answer. Is it still running?");
   }
 }

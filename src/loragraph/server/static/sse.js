@@ -4,19 +4,22 @@ const MAX_PENDING = 1 << 24; // characters of one line or event; a server that s
 
 /** Cuts text that arrives in any pieces into lines without their ends. */
 export class LineReader {
-  #pending = "";
+  #pieces = []; // of the line that has not ended yet
+  #length = 0;
 
   *push(text) {
-    this.#pending += text;
     let start = 0;
-    for (;;) {
-      const end = this.#pending.indexOf("\n", start);
-      if (end < 0) break;
-      yield this.#pending.slice(start, this.#pending[end - 1] === "\r" ? end - 1 : end);
+    for (let end = text.indexOf("\n"); end >= 0; end = text.indexOf("\n", start)) {
+      const line = this.#pieces.join("") + text.slice(start, end);
+      this.#pieces = [];
+      this.#length = 0;
       start = end + 1;
+      yield line.endsWith("\r") ? line.slice(0, -1) : line;
     }
-    this.#pending = this.#pending.slice(start);
-    if (this.#pending.length > MAX_PENDING) throw new Error("The server sent an endless line.");
+    if (start === text.length) return;
+    this.#pieces.push(text.slice(start));
+    this.#length += text.length - start;
+    if (this.#length > MAX_PENDING) throw new RangeError("an endless line");
   }
 }
 
@@ -24,14 +27,18 @@ export class LineReader {
 export class EventReader {
   #lines = new LineReader();
   #data = [];
+  #length = 0;
 
   *push(text) {
     for (const line of this.#lines.push(text)) {
       if (line === "") {
         if (this.#data.length) yield this.#data.join("\n");
         this.#data = [];
+        this.#length = 0;
       } else if (line.startsWith("data:")) {
         this.#data.push(line.slice(line[5] === " " ? 6 : 5));
+        this.#length += line.length;
+        if (this.#length > MAX_PENDING) throw new RangeError("an endless event");
       }
     }
   }
