@@ -116,6 +116,20 @@ def test_a_wrong_bundle_is_refused(http: httpx.Client, wrong: Any) -> None:
     assert answer.json()["error"]["message"]
 
 
+def test_words_of_any_script_go_through(http: httpx.Client) -> None:
+    """Text is neither changed nor grown on its way: what a request may hold alone, it may here."""
+    words = 'é漢字🙂 \\u0041 "' * 3
+    request = {**mixed(), "messages": [{"role": "user", "content": words}]}
+
+    alone = http.post("/v1/chat/completions", json={**request, "stream": False}).json()
+    found = lines(http, [request, {**request, "stream": False}])
+
+    assert text(body(found, 0)) == alone["choices"][0]["message"]["content"]
+    again = json.loads(body(found, 1))
+    assert again["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert again["choices"] == alone["choices"]
+
+
 def test_who_leaves_ends_all_requests(http: httpx.Client, served: Served) -> None:
     """A connection that is closed within the answer leaves nothing running."""
     before = served.engine.stats().core

@@ -153,6 +153,18 @@ def test_stop_ends_the_requests(page: Tab, served: Served) -> None:
     assert page.page.get_by_role("button", name="Stop").is_disabled()
 
 
+def test_leaving_the_page_ends_the_requests(browser: Browser, served: Served) -> None:
+    """Nothing is computed for a page that is gone."""
+    before = served.engine.stats().core.n_aborted
+    with tab(browser, served.url, MIXES) as one:
+        one.row("alpha").wait_for()
+        one.ask(QUESTION, max_tokens=450)
+        one.column("alpha").locator(".text", has_text=re.compile(".")).wait_for()
+        one.page.goto("about:blank")
+        until(lambda: served.engine.stats().core.n_jobs == 0)
+    assert served.engine.stats().core.n_aborted > before
+
+
 def test_a_conversation_goes_on(page: Tab, served: Served) -> None:
     """With the box ticked each column builds on its own answer."""
     page.page.locator("#settings-toggle").click()

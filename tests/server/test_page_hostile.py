@@ -237,6 +237,41 @@ def test_a_slow_server_is_not_asked_twice(browser: Browser, served: Served) -> N
         page.check()
 
 
+def test_stop_ends_the_wait_for_a_server_that_hangs(browser: Browser, served: Served) -> None:
+    """Where no answer begins, stopping sets the page free."""
+    with tab(browser, served.url, "#base") as page:
+        page.row("alpha").wait_for()
+        page.page.route("**/api/compare", lambda _route: None)
+        page.ask("Why?")
+        page.page.get_by_role("button", name="Stop").click()
+        page.column("base").locator("[data-fact=end] dd", has_text="stopped").wait_for()
+
+        assert page.page.get_by_role("button", name="Ask").is_enabled()
+        page.check()
+
+
+def test_the_page_works_below_a_proxys_prefix(browser: Browser, served: Served) -> None:
+    """Behind a proxy that takes a prefix off, every address is below that prefix."""
+    asked: list[str] = []
+
+    def proxy(route: Route) -> None:
+        asked.append(route.request.url)
+        route.fulfill(response=route.fetch(url=route.request.url.replace("/llm/", "/", 1)))
+
+    with tab(browser, served.url) as page:
+        page.page.route("**/llm/**", proxy)
+        page.page.on("request", lambda request: asked.append(request.url))
+        page.page.goto(f"{served.url}/llm/#mix=alpha")
+        page.row("alpha").wait_for()
+        asked.clear()
+        page.ask("Why?")
+
+        assert page.answer("alpha")
+        assert asked
+        assert all("/llm/" in url for url in asked)
+        page.check()
+
+
 def rows(n: int, tokens: int = 0) -> list[dict[str, Any]]:
     """A table as the server sends it."""
     coverage = {f"ffn_{i}": [i, 30] for i in range(7)}
