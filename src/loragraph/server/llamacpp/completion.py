@@ -7,14 +7,14 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from loragraph.engine.params import SamplingParams
-from loragraph.engine.request import Event, Request, Result
+from loragraph.engine.request import MAX_CHOICES, Event, Request, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
 from loragraph.server.forms import cached_grammar
@@ -52,8 +52,8 @@ class CompletionBody(SamplingBody):
     stream: bool | None = None
     n_probs: int | None = None
     logprobs: int | None = None
-    n_cmpl: int | None = None
-    n: int | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     grammar: str | None = None
     json_schema: Any = None
     cache_prompt: bool | None = None
