@@ -113,7 +113,8 @@ def cost(
 ) -> dict[str, float]:
     """Medians of rounds in turn."""
     rng = np.random.default_rng(0)
-    direct, http = [], []
+    direct: list[Round] = []
+    http: list[Round] = []
     for i in range(n_rounds + 1):  # the first one only warms
         for own in ("direct", "http") if i % 2 else ("http", "direct"):
             prompts = [_random_prompt(engine, rng, 32) for _ in names]
@@ -125,7 +126,7 @@ def cost(
                 (direct if own == "direct" else http).append(found)
 
     def median(rounds: Sequence[Round], name: str) -> float:
-        return statistics.median(getattr(one, name) for one in rounds)
+        return float(statistics.median(getattr(one, name) for one in rounds))
 
     speeds = [median(rounds, "tokens_per_s") for rounds in (direct, http)]
     cpus = [median(rounds, "cpu_ms_per_token") for rounds in (direct, http)]

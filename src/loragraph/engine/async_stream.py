@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 from loragraph.engine.job import Sink
-from loragraph.engine.request import Event, Outcome, Result
+from loragraph.engine.request import Answer, Event, Outcome, Result
 from loragraph.errors import LifecycleError, LoragraphError
 
 
@@ -79,25 +79,26 @@ class AsyncStream:
     """
 
     def __init__(
-        self, prompt_tokens: Sequence[int], mailbox: Mailbox, cancel: Callable[[], None]
+        self,
+        number: int,
+        prompt_tokens: Sequence[int],
+        mailbox: Mailbox,
+        cancel: Callable[[], None],
     ) -> None:
+        self.number = number  # the request's, as in `Engine.sequences`
         self.prompt_tokens = tuple(prompt_tokens)
         self._mailbox = mailbox
         self._cancel = cancel
-        self._result: Result | None = None
+        self._answer: Answer | None = None
         self._error: LoragraphError | None = None
         self._ended = False
 
     @property
     def result(self) -> Result:
         """What was generated; LifecycleError before the end, the error that ended the request."""
-        if self._error is not None:
-            raise self._error
-        if self._result is None:
-            raise LifecycleError(
-                "the result of a stream was asked for before its end", hint="read all events first"
-            )
-        return self._result
+        answer = self._known_answer()
+        assert isinstance(answer, Result)
+        return answer
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Lists of events, none empty; raises what ended the request, after its last events."""
@@ -114,8 +115,7 @@ class AsyncStream:
                 if isinstance(last, LoragraphError):
                     self._error = last
                 else:
-                    assert isinstance(last, Result)
-                    self._result = last
+                    self._answer = last
             if events:
                 yield events
         if self._error is not None:
@@ -128,9 +128,14 @@ class AsyncStream:
 
     async def wait(self) -> Result:
         """Reads all events there are to come, and gives the result."""
+        await self.answer()
+        return self.result
+
+    async def answer(self) -> Answer:
+        """wait(), for scores and embeddings too."""
         async for _ in self.batches():
             pass
-        return self.result
+        return self._known_answer()
 
     def stop(self) -> None:
         """Ends the generation early; its last events and the result ("abort") are still to come."""
@@ -142,6 +147,15 @@ class AsyncStream:
         if not self._ended:
             self._ended = True
             self._cancel()
+
+    def _known_answer(self) -> Answer:
+        if self._error is not None:
+            raise self._error
+        if self._answer is None:
+            raise LifecycleError(
+                "the result of a stream was asked for before its end", hint="read all events first"
+            )
+        return self._answer
 
     async def aclose(self) -> None:
         """close(), for `contextlib.aclosing`."""

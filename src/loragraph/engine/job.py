@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loragraph.engine.embedding import PooledStates
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.registry import Generation
 from loragraph.engine.request import (
     AdapterUse,
+    Answer,
     Choice,
+    Embedding,
     Event,
     Outcome,
     RequestTimings,
@@ -40,6 +43,8 @@ class ChoiceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of `tokens`, where wanted
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    prompt_done: bool = False
+    last_token: float = 0.0  # when it came, on the engine's clock
 
     def add(self, token: int, logprob: TokenLogprob | None) -> None:
         """A token of the choice."""
@@ -103,11 +108,13 @@ class Job:
     scales: Mapping[Generation, float]  # in the order of the request, no zeros
     max_tokens: int
     sink: Sink
+    number: int = 0  # tells requests apart, in tables
     salt: str = ""
     deadline: float | None = None
     wants_events: bool = False
     prompt_scores: PromptScores | None = None  # wanted of the prompt; by its first choice
-    is_score: bool = False  # the result is a Score
+    is_score: bool = False  # the answer is a Score
+    states: PooledStates | None = None  # the answer is an Embedding
     choices: list[ChoiceState] = field(default_factory=list)
     submitted: float = 0.0
     started: float | None = None
@@ -126,6 +133,13 @@ class Job:
         return {generation: generation.header.nbytes for generation in self.scales}
 
     @property
+    def results_from(self) -> int | None:
+        """The first prompt token whose logits or state are wanted; None: only the next token is."""
+        if self.states is not None:
+            return self.states.first_needed(len(self.tokens))
+        return None if self.prompt_scores is None else self.prompt_scores.start - 1
+
+    @property
     def sequences(self) -> list[Sequence]:
         """What the scheduler knows of it."""
         return [one.sequence for one in self.choices if one.sequence is not None]
@@ -135,13 +149,17 @@ class Job:
         """Whether every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def result(self, now: float) -> Result | Score:
+    def answer(self, now: float) -> Answer:
         """What there is by `now`."""
         scores = self.prompt_scores
         if self.is_score:
             assert scores is not None
             logprobs = np.array([one.logprob for one in scores.found])
             return Score(tuple(self.tokens), scores.start, logprobs, self.uses)
+        if self.states is not None:
+            n_cached = sum(sequence.n_hit for sequence in self.sequences)
+            values, n_prompt = self.states.result(), len(self.tokens)
+            return Embedding(values, n_prompt, n_cached, self.uses, self._timings(now))
         return Result(
             tuple(choice.result() for choice in self.choices),
             self.uses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from loragraph.engine.embedding import PooledStates, Pooling, check_pooling
 from loragraph.engine.generate import prompt_tokens
 from loragraph.engine.job import ChoiceState, Job, PromptScores, Sink
 from loragraph.engine.model import Model
@@ -28,6 +30,7 @@ class JobMaker:
         self._model = model
         self._registry = registry
         self._limit = limit
+        self._numbers = itertools.count(1)
 
     def make(
         self,
@@ -62,6 +65,7 @@ class JobMaker:
             scales,
             max_tokens=limit if wanted is None else wanted,
             sink=sink,
+            number=next(self._numbers),
             salt=request.cache_salt,
             deadline=deadline,
             wants_events=wants_events,
@@ -84,6 +88,14 @@ class JobMaker:
             job.close()
             raise
         job.prompt_scores, job.is_score = PromptScores(start, 0), True
+        return job
+
+    def make_embedding(self, request: Request, pooling: Pooling, normalize: int, sink: Sink) -> Job:
+        """A job whose answer is the embedding of the prompt."""
+        check_pooling(pooling, normalize)
+        params = SamplingParams(temperature=0, max_tokens=0)
+        job = self.make(replace(request, params=params, n=1, prompt_logprobs=None), sink)
+        job.states = PooledStates(pooling, normalize)
         return job
 
     def _add_choices(self, job: Job, params: SamplingParams, n: int) -> None:

@@ -50,31 +50,50 @@ class StepOutputs:
         self._clock = clock
         self._pieces: dict[int, tuple[bytes, bool]] = {}
 
-    def update(self, plan: StepPlan, logits: Logits) -> Ended:
-        """Samples and sends out; `logits` (n_outputs, n_vocab) f32 in the order of the chunks."""
+    def update(self, plan: StepPlan, logits: Logits, states: NDArray[np.float32]) -> Ended:
+        """Samples and sends out.
+
+        `logits` (n_logits, n_vocab) f32 and `states` (n_states, n_embd) f32, each in the order of
+        the chunks.
+        """
         ended = Ended()
         chosen: list[tuple[ChoiceState, int]] = []
         logits = logits[:, : self._texts.n_tokens]
-        row = 0
+        row = state_row = 0
+        now = self._clock()
         for chunk in plan.chunks:
-            rows = slice(row, row + chunk.n_outputs)
-            row += chunk.n_outputs
             choice = self.choices[chunk.sequence]
-            if chunk.sequence.logits_from is not None:
-                self._score(choice.job, chunk, logits[rows], ended)
+            if not choice.prompt_done and chunk.end >= chunk.sequence.n_prompt:
+                self._count_prompt(choice, chunk.sequence, now)
+            if chunk.sequence.gives_states:
+                rows = slice(state_row, state_row + chunk.n_outputs)
+                state_row = rows.stop
+                self._embed(choice.job, states[rows], ended)
+            else:
+                rows = slice(row, row + chunk.n_outputs)
+                row = rows.stop
+                if chunk.sequence.logits_from is not None:
+                    self._score(choice.job, chunk, logits[rows], ended)
             if chunk.wants_token:
                 chosen.append((choice, rows.stop - 1))
             elif chunk.sequence.finish_reason is not None:  # max_tokens 0
                 choice.finish("", None, "length")
                 self._end_if_done(choice.job, ended)
         if chosen:
-            self._choose(chosen, logits, ended)
+            self._choose(chosen, logits, ended, now)
         return ended
 
     def drop(self, sequences: Iterable[TokenSequence]) -> None:
         """They have left the scheduler."""
         for sequence in sequences:
             self.choices.pop(sequence, None)
+
+    def _embed(self, job: Job, states: NDArray[np.float32], ended: Ended) -> None:
+        """The states (n, n_embd) f32 of the prompt's next tokens."""
+        assert job.states is not None
+        job.states.add(states)
+        if not np.isfinite(states).all():
+            ended.failed[job] = BackendError("the model's states are not finite numbers")
 
     def _score(self, job: Job, chunk: Chunk, logits: Logits, ended: Ended) -> None:
         """Row i of `logits` (n_outputs, n_tokens) tells of the token behind its own."""
@@ -88,7 +107,7 @@ class StepOutputs:
             ended.failed[job] = BackendError("the model's logits are not finite numbers")
 
     def _choose(
-        self, chosen: Sequence[tuple[ChoiceState, int]], logits: Logits, ended: Ended
+        self, chosen: Sequence[tuple[ChoiceState, int]], logits: Logits, ended: Ended, now: float
     ) -> None:
         """The next token of each choice; `logits` (n_outputs, n_tokens) f32, a row of it each."""
         best = best_tokens(logits, [row for choice, row in chosen if choice.sampler.is_argmax])
@@ -107,6 +126,7 @@ class StepOutputs:
         logprobs = _logprobs(sampled, logits)
         for choice, _, token in sampled:
             if choice.job not in ended.failed:
+                self._count_token(choice, now)
                 self._take(choice, token, logprobs.get(choice), ended)
 
     def _take(
@@ -115,9 +135,6 @@ class StepOutputs:
         """A sampled token: text, stop strings, the end."""
         job, sequence, params = choice.job, choice.sequence, choice.sampler.params
         assert sequence is not None
-        self._stats.n_generated_tokens += 1
-        if job.first_token is None:
-            job.first_token = self._clock()
         piece, ends = self._piece(token)
         if ends or token in params.stop_token_ids:
             self._scheduler.finish(sequence, "stop")
@@ -139,6 +156,27 @@ class StepOutputs:
             choice.emit(text, token, logprob)
             return
         self._end_if_done(job, ended)
+
+    def _count_prompt(self, choice: ChoiceState, sequence: TokenSequence, now: float) -> None:
+        """The prompt's last token was computed, for the first time."""
+        choice.prompt_done = True
+        stats, job = self._stats, choice.job
+        stats.n_prompt_tokens += sequence.n_prompt
+        stats.n_prompt_tokens_cached += sequence.n_hit
+        stats.n_tokens_max = max(stats.n_tokens_max, sequence.n_prompt)
+        if choice.index == 0 and job.started is not None:  # the others share its prompt
+            stats.prompt_s += now - job.started
+
+    def _count_token(self, choice: ChoiceState, now: float) -> None:
+        stats, job = self._stats, choice.job
+        assert choice.sequence is not None
+        stats.n_generated_tokens += 1
+        stats.n_tokens_max = max(stats.n_tokens_max, len(choice.sequence.tokens) + 1)
+        if choice.tokens:
+            stats.decode_s += now - choice.last_token
+        choice.last_token = now
+        if job.first_token is None:
+            job.first_token = now
 
     def _end_if_done(self, job: Job, ended: Ended) -> None:
         if job.done and job not in ended.failed:

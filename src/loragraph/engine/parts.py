@@ -14,7 +14,11 @@ class StepRunner(Protocol):
     """Computes steps: `Runner`, or a fake."""
 
     def run(self, batch: Batch, *, copy: bool = True) -> NDArray[np.float32]:
-        """Logits (n_outputs, n_vocab) f32."""
+        """Logits (n_logits, n_vocab) f32."""
+
+    @property
+    def states(self) -> NDArray[np.float32]:
+        """Of the last step: (n_states, n_embd) f32, borrowed until the next."""
 
     def zero_cells(self, cells: NDArray[np.int64]) -> None:
         """Zeroes cells, (n,) i64."""

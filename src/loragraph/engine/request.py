@@ -139,5 +139,19 @@ class Score:
         return float(self.logprobs.sum())
 
 
-Outcome = Event | Result | Score | LoragraphError
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What a prompt's tokens became in the last layer, after the final norm."""
+
+    values: NDArray[np.float32]  # (n_embd,) f32; with pooling "none" (n_tokens, n_embd) f32
+    n_prompt: int
+    n_cached: int  # prompt tokens found in the prefix tree
+    adapters: tuple[AdapterUse, ...]
+    timings: RequestTimings
+
+
+Answer = Result | Score | Embedding
+"""What a request ends with if nothing goes wrong."""
+
+Outcome = Event | Answer | LoragraphError
 """What a request's sink gets: events if it wants them, and at last one of the others."""

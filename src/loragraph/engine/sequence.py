@@ -46,7 +46,8 @@ class Sequence:
     max_tokens: int  # generated tokens at most
     salt: str = ""
     deadline: float | None = None  # on the caller's clock, see Scheduler.expire
-    logits_from: int | None = None  # score: logits of all tokens from here on are wanted
+    logits_from: int | None = None  # results of all tokens from here on are wanted
+    gives_states: bool = False  # states instead of logits, for embeddings
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     n_computed: int = 0  # tokens that have cells in the path

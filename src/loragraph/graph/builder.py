@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from loragraph.adapters.base import OUTPUT
 from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Ops, Rope
 from loragraph.graph.attention.base import AttentionGraph
@@ -28,7 +29,9 @@ class Builder:
         tokens: Tensor,
         positions: Tensor,
         out_ids: Tensor,
+        n_states: int = 0,
     ) -> None:
+        """The last `n_states` of the outputs give their state, and no logits are computed there."""
         self.ops = Ops(ctx)
         self._graph = graph
         self._lowering = lowering
@@ -36,7 +39,9 @@ class Builder:
         self._tokens = tokens  # I32 [n_tokens]
         self._positions = positions  # I32 [n_tokens]
         self._out_ids = out_ids  # I32 [n_outputs]
+        self._n_states = n_states
         self._rows = RowSet.TOKENS
+        self.state: Tensor | None = None  # F32 [n_embd, n_outputs], what the head reads
 
     def embed(self, table: Weight) -> Tensor:
         """The table's rows of the step's tokens, F32 [n_embd, n_tokens], adapters included."""
@@ -45,6 +50,13 @@ class Builder:
 
     def linear(self, w: Weight, x: Tensor, bias: Weight | None = None) -> Tensor:
         """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n]."""
+        if w.name == OUTPUT and self._n_states:
+            self.state = self._take(x)
+            n_logits = x.ne[1] - self._n_states
+            if not n_logits:
+                return x  # in place of logits that nobody reads
+            x = self.ops.view(x, (x.ne[0], n_logits), (int(x.ptr.nb[1]),))
+            self._rows = RowSet.LOGITS
         y = self.ops.mul_mat(w.tensor, x)
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)

@@ -16,7 +16,13 @@ from loragraph.adapters.mix import Mix
 from loragraph.ggml.handles import F32, Tensor, data_address
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
-from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet, check_mixable
+from loragraph.graph.lowrank.base import (
+    GraphLowering,
+    NoLowering,
+    RowSet,
+    check_mixable,
+    mix_of_rows,
+)
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.kernels.lowrank import ExpandNode, GatherNode, Group, LowrankStep, ShrinkNode
 from loragraph.model.weights import Weight
@@ -65,20 +71,16 @@ class RoutedLowering:
         return _RoutedGraph(self._resident, self._steps)
 
     def write(self, batch: Batch) -> None:
-        """Writes both row sets as groups of rows by adapter."""
+        """Writes the row sets as groups of rows by adapter."""
         if not batch.adapted:
             return
         arrays = (batch.mix.tobytes(), batch.outputs.tobytes())
-        written = (self._resident.n_changes, batch.mixes, *arrays)
+        written = (self._resident.n_changes, batch.mixes, batch.n_states, *arrays)
         if written == self._written:  # as in most decodes: the last step's rows again
             return
         self._written = None
         slots = self._resident.slots
-        rows_of = {
-            RowSet.TOKENS: batch.mix,
-            RowSet.OUTPUTS: batch.mix[batch.outputs],
-        }
-        for rows, mix in rows_of.items():
+        for rows, mix in mix_of_rows(batch).items():
             step = self._steps[rows]
             step.reserve(self._resident.floats_per_entry)
             step.write(group_rows(mix, batch.mixes, slots))
