@@ -46,6 +46,11 @@ class ChoiceState:
     prompt_done: bool = False
     last_token: float = 0.0  # when it came, on the engine's clock
 
+    @property
+    def seat(self) -> int:
+        """The last one it had; -1 before the first."""
+        return -1 if self.sequence is None else self.sequence.seat
+
     def add(self, token: int, logprob: TokenLogprob | None) -> None:
         """A token of the choice."""
         self.tokens.append(token)
@@ -69,11 +74,11 @@ class ChoiceState:
         self.pieces.append(piece)
         if not self.job.wants_events:
             return
+        reason, seat = self.finish_reason, self.seat
         if logprob is None:
-            event = Event(self.index, piece, token, self.finish_reason)
+            event = Event(self.index, piece, token, reason, seat=seat)
         else:
-            reason = self.finish_reason
-            event = Event(self.index, piece, token, reason, logprob.logprob, logprob.top)
+            event = Event(self.index, piece, token, reason, logprob.logprob, logprob.top, seat)
         self.job.sink(event)
 
     def result(self) -> Choice:
@@ -88,6 +93,7 @@ class ChoiceState:
             n_cached=0 if self.sequence is None else self.sequence.n_hit,
             stop_token=self.stop_token,
             logprobs=tuple(self.logprobs),
+            seat=self.seat,
         )
 
 

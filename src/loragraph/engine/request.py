@@ -51,6 +51,7 @@ class Event:
     finish_reason: FinishReason | None = None
     logprob: float | None = None  # where the parameters ask for it
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
+    seat: int = field(default=-1, compare=False)  # where it runs, as in Engine.sequences()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Choice:
     n_cached: int  # prompt tokens found in the prefix tree
     stop_token: int | None = None  # the token that ended it
     logprobs: tuple[TokenLogprob, ...] = ()  # of each of `tokens`, where they were asked for
+    seat: int = field(default=-1, compare=False)  # where it ran; -1: nowhere
 
 
 @dataclass(frozen=True, slots=True)
