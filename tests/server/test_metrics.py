@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from loragraph.engine.counters import Gaps
 from loragraph.server.config import ServerConfig
 from loragraph.server.metrics import BASE, OTHER, AdapterLabels, Histogram, ServerMetrics
 from loragraph.server.served import Served
@@ -69,7 +70,10 @@ def test_a_mix_counts_for_each_of_its_adapters_and_the_base_for_itself() -> None
 def test_times_go_into_the_buckets_that_hold_them() -> None:
     """First token with the wait before it, each gap between tokens, and the wait alone."""
     metrics = ServerMetrics(lambda: None)
-    metrics.observe(Served(("a",), "stop", 10, 0, 5, 15, 0.2, 0.05, 0.08))
+    gaps = Gaps()
+    for seconds in (0.02, 0.02, 0.02, 0.3):
+        gaps.add(seconds)
+    metrics.observe(Served(("a",), "stop", 10, 0, 5, 15, 0.2, 0.05, 0.36, gaps))
 
     found = samples(metrics.render().decode())
 
@@ -79,7 +83,8 @@ def test_times_go_into_the_buckets_that_hold_them() -> None:
     assert of(found, f"{name}_sum", adapter="a") == pytest.approx(0.25)
     name = "loragraph_token_seconds"
     assert of(found, f"{name}_bucket", adapter="a", le="0.01") == 0
-    assert of(found, f"{name}_bucket", adapter="a", le="0.025") == 4
+    assert of(found, f"{name}_bucket", adapter="a", le="0.025") == 3
+    assert of(found, f"{name}_sum", adapter="a") == pytest.approx(0.36)
     assert of(found, f"{name}_count", adapter="a") == 4
     assert of(found, "loragraph_queue_seconds_sum", adapter="a") == pytest.approx(0.2)
 
@@ -172,6 +177,7 @@ def test_metrics_of_a_server(tmp_path: Path) -> None:
     assert of(found, "llamacpp:prompt_seconds_total") > 0
     assert of(found, "llamacpp:tokens_predicted_seconds_total") > 0
     assert of(found, "loragraph_queue_seconds_count", adapter="alpha") == 2
+    assert of(found, "loragraph_token_seconds_count", adapter="alpha") == 6
 
 
 def test_counters_of_loads_never_fall(tmp_path: Path) -> None:

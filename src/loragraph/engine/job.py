@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loragraph.engine.counters import Gaps
 from loragraph.engine.embedding import PooledStates
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.registry import Generation
@@ -125,6 +126,7 @@ class Job:
     submitted: float = 0.0
     started: float | None = None
     first_token: float | None = None
+    gaps: Gaps = field(default_factory=Gaps)
     uses: tuple[AdapterUse, ...] = ()
     ended: bool = False
 
@@ -182,4 +184,5 @@ class Job:
     def _timings(self, now: float) -> RequestTimings:
         started = now if self.started is None else self.started
         first = now if self.first_token is None else self.first_token
-        return RequestTimings(started - self.submitted, first - started, now - first)
+        gaps = Gaps(list(self.gaps.counts), self.gaps.total_s)
+        return RequestTimings(started - self.submitted, first - started, now - first, gaps)

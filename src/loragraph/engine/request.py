@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.engine.counters import Gaps
 from loragraph.engine.generate import Prompt
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.params import SamplingParams
@@ -88,6 +89,7 @@ class RequestTimings:
     queued_s: float = 0.0  # from submission to admission
     prompt_s: float = 0.0  # from admission to the first token
     decode_s: float = 0.0  # from the first token to the end
+    gaps: Gaps = field(default_factory=Gaps)  # between the tokens of each choice
 
     @property
     def total_s(self) -> float:

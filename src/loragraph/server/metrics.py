@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from loragraph.engine.counters import GAP_BOUNDS_S
 from loragraph.engine.pool import State as Residence
 from loragraph.engine.registry import LoadCounts
 from loragraph.engine.table import AdapterRow, EngineStats
@@ -39,7 +40,6 @@ MAX_LABELS = 100
 BASE, OTHER = "base", "other"
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the histograms' buckets, seconds."""
 
@@ -70,17 +70,22 @@ class AdapterLabels:
 
 
 class Histogram:
-    """Counts of values by upper bound; a value may count several times at once."""
+    """Counts of values by upper bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float, n: int = 1) -> None:
-        """Counts `value` `n` times; `le` includes its bound, as Prometheus has it."""
-        self._counts[bisect_left(self._bounds, value)] += n
-        self.total += value * n
+    def add(self, value: float) -> None:
+        """Counts `value`; `le` includes its bound, as Prometheus has it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def add_counts(self, counts: Sequence[int], total: float) -> None:
+        """Counts values that were counted by the same bounds elsewhere."""
+        self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+        self.total += total
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, count of all values up to it)."""
@@ -100,7 +105,7 @@ class _Series:
     n_cached: int = 0
     n_generated: int = 0
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
-    token: Histogram = field(default_factory=lambda: Histogram(TOKEN_S))
+    token: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
     queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_S))
 
     def add(self, served: Served) -> None:
@@ -113,9 +118,8 @@ class _Series:
             self.queue.add(served.queued_s)
             if served.prompt_s is not None and served.n_generated:
                 self.first_token.add(served.queued_s + served.prompt_s)
-        if served.decode_s is not None and served.n_generated > 1:
-            n_gaps = served.n_generated - 1
-            self.token.add(served.decode_s / n_gaps, n_gaps)
+        if served.gaps is not None:
+            self.token.add_counts(served.gaps.counts, served.gaps.total_s)
 
 
 class ServerMetrics(Collector):
@@ -218,7 +222,7 @@ def _by_adapter(series: Mapping[str, _Series]) -> Iterator[Metric]:
         yield counter
     for name, text, key in (
         ("first_token_seconds", "From a request to its first token.", "first_token"),
-        ("token_seconds", "Between tokens, as the mean of the token's request.", "token"),
+        ("token_seconds", "Between a request's tokens.", "token"),
         ("queue_seconds", "From a request to its admission.", "queue"),
     ):
         family = HistogramMetricFamily(f"loragraph_{name}", text, labels=("adapter",))
