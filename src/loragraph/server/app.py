@@ -24,7 +24,6 @@ from loragraph.server import (
 )
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate
-from loragraph.server.llamacpp import slots
 from loragraph.server.state import ServerState
 
 
@@ -48,7 +47,6 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
     for router in (health.router, *openai.routers, adapters_api.router, *llamacpp.routers):
         app.include_router(router)
     metrics.install(app, state)
-    slots.install(state)
     if config.with_page:
         app.include_router(page.router)
     app.add_middleware(Gate, config=config)

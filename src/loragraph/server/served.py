@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loragraph.engine.counters import Gaps
 from loragraph.engine.request import Result
 from loragraph.errors import DeadlineError
 from loragraph.server.runs import Run
@@ -22,6 +23,7 @@ class Served:
     queued_s: float | None = None  # None: it got no further
     prompt_s: float | None = None
     decode_s: float | None = None
+    gaps: Gaps | None = None  # between its tokens
 
 
 def served_of(run: Run) -> Served:
@@ -56,4 +58,5 @@ def served_of(run: Run) -> Served:
         queued_s=timings.queued_s,
         prompt_s=timings.prompt_s,
         decode_s=timings.decode_s,
+        gaps=timings.gaps,
     )
