@@ -12,7 +12,7 @@ from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.model import Model
 from loragraph.engine.one_call import generate
 from loragraph.engine.params import SamplingParams
-from loragraph.engine.request import AdapterUse, Choice, Event, Request, Result, Score
+from loragraph.engine.request import AdapterUse, Choice, Embedding, Event, Request, Result, Score
 from loragraph.errors import LoragraphError
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "AsyncStream",
     "Choice",
     "Context",
+    "Embedding",
     "Engine",
     "Event",
     "Generation",

@@ -56,6 +56,7 @@ class NamedAdapter:
         self.invocation_tokens = tuple(invocation)
         self.pairs: dict[str, object] = {}
         self.nbytes = 100
+        self.report = None
         self.n_attached = 0
         self.closed = False
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from loragraph.engine.pool import Grant, LoadCounts, Pool, State
+from loragraph.engine.pool import Grant, Pool, State
 from loragraph.errors import CapacityError, GGUFError
 
 
@@ -51,25 +51,6 @@ def test_the_longest_unused_leaves_first() -> None:
     for letter in "abac":
         setting.touch(letter)
     assert setting.left == ["b"]
-
-
-def test_each_adapters_events_are_counted_for_it() -> None:
-    """Loads with their seconds, evictions and failures; the sums are the pool's own."""
-    counts = {letter: LoadCounts() for letter in "abc"}
-    clock = iter(range(100))
-    pool: Pool[str] = Pool(1, None, lambda: next(clock), lambda _key: None, 0, counts.__getitem__)
-    for ticket, letter in enumerate("aba"):
-        pool.acquire(ticket, sizes(letter))
-        pool.loaded(pool.to_load.popleft(), 10)
-        pool.release(ticket)
-    pool.acquire("t", sizes("c"))
-    pool.failed(pool.to_load.popleft(), GGUFError("broken"))
-
-    assert counts["a"] == LoadCounts(n_loads=2, load_seconds=2, n_evictions=2)
-    assert counts["b"] == LoadCounts(n_loads=1, load_seconds=1, n_evictions=1)
-    assert counts["c"] == LoadCounts(n_failures=1)
-    stats = pool.stats
-    assert (stats.n_loads, stats.load_seconds, stats.n_evictions) == (3, 3, 3)
 
 
 def test_what_is_held_never_leaves() -> None:

@@ -123,7 +123,7 @@ def test_every_origin_without_a_key_is_refused() -> None:
 def test_request_ids(given: str) -> None:
     """A usable X-Request-Id comes back, any other is replaced; errors have one too."""
     with client(ServerConfig()) as one:
-        answer = one.get("/v1/models", headers={"X-Request-Id": given.encode()})
+        answer = one.get("/v1/models", headers=[(b"X-Request-Id", given.encode())])
 
     if given == "abc-1:2":
         assert answer.headers["x-request-id"] == given

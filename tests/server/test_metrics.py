@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from loragraph.engine.counters import Gaps
 from loragraph.server.config import ServerConfig
 from loragraph.server.metrics import BASE, OTHER, AdapterLabels, Histogram, ServerMetrics
 from loragraph.server.served import Served
@@ -49,7 +50,7 @@ def of(found: Samples, name: str, **labels: str) -> float:
 
 
 def test_a_mix_counts_for_each_of_its_adapters_and_the_base_for_itself() -> None:
-    """Requests, tokens, cached tokens by adapter; the totals count a request once."""
+    """Requests, tokens and cached tokens by adapter, requests also by how they ended."""
     metrics = ServerMetrics(lambda: None)
     metrics.observe(Served(("a", "b"), "stop", 10, 4, 3, 13, 0.2, 0.1, 0.4))
     metrics.observe(Served(("a",), "length", 5, 0, 2, 7, 0.0, 0.1, 0.1))
@@ -64,17 +65,15 @@ def test_a_mix_counts_for_each_of_its_adapters_and_the_base_for_itself() -> None
     assert of(found, "loragraph_prompt_tokens_total", adapter="a") == 15
     assert of(found, "loragraph_prompt_tokens_cached_total", adapter="b") == 4
     assert of(found, "loragraph_generated_tokens_total", adapter="a") == 5
-    assert of(found, "llamacpp:prompt_tokens_total") == 11
-    assert of(found, "llamacpp:prompt_tokens_cached_total") == 4
-    assert of(found, "llamacpp:tokens_predicted_total") == 6
-    assert of(found, "llamacpp:n_tokens_max") == 13
-    assert of(found, "llamacpp:predicted_tokens_seconds") == pytest.approx(6 / 0.5)
 
 
 def test_times_go_into_the_buckets_that_hold_them() -> None:
     """First token with the wait before it, each gap between tokens, and the wait alone."""
     metrics = ServerMetrics(lambda: None)
-    metrics.observe(Served(("a",), "stop", 10, 0, 5, 15, 0.2, 0.05, 0.08))
+    gaps = Gaps()
+    for seconds in (0.02, 0.02, 0.02, 0.3):
+        gaps.add(seconds)
+    metrics.observe(Served(("a",), "stop", 10, 0, 5, 15, 0.2, 0.05, 0.36, gaps))
 
     found = samples(metrics.render().decode())
 
@@ -84,7 +83,8 @@ def test_times_go_into_the_buckets_that_hold_them() -> None:
     assert of(found, f"{name}_sum", adapter="a") == pytest.approx(0.25)
     name = "loragraph_token_seconds"
     assert of(found, f"{name}_bucket", adapter="a", le="0.01") == 0
-    assert of(found, f"{name}_bucket", adapter="a", le="0.025") == 4
+    assert of(found, f"{name}_bucket", adapter="a", le="0.025") == 3
+    assert of(found, f"{name}_sum", adapter="a") == pytest.approx(0.36)
     assert of(found, f"{name}_count", adapter="a") == 4
     assert of(found, "loragraph_queue_seconds_sum", adapter="a") == pytest.approx(0.2)
 
@@ -165,7 +165,39 @@ def test_metrics_of_a_server(tmp_path: Path) -> None:
     assert of(found, "llamacpp:requests_processing") == 0
     assert of(found, "llamacpp:requests_deferred") == 0
     assert of(found, "llamacpp:n_busy_slots_per_decode") == 1
+    assert of(found, "llamacpp:tokens_predicted_total") == 16
+    n_prompt = of(found, "llamacpp:prompt_tokens_total")
+    n_cached = of(found, "llamacpp:prompt_tokens_cached_total")
+    labels = ("alpha", "beta", "base")
+    by_adapter = [of(found, "loragraph_prompt_tokens_total", adapter=one) for one in labels]
+    assert n_prompt + n_cached == sum(by_adapter)
+    assert n_cached == of(found, "loragraph_prompt_tokens_cached_total", adapter="alpha") > 0
+    n_longest = of(found, "llamacpp:n_tokens_max")
+    assert n_longest == sum(by_adapter) / 4 + 4
+    assert of(found, "llamacpp:prompt_seconds_total") > 0
+    assert of(found, "llamacpp:tokens_predicted_seconds_total") > 0
     assert of(found, "loragraph_queue_seconds_count", adapter="alpha") == 2
+    assert of(found, "loragraph_token_seconds_count", adapter="alpha") == 6
+
+
+def test_counters_of_loads_never_fall(tmp_path: Path) -> None:
+    """A name that is registered anew, or unloaded, keeps what was counted for it."""
+    write_files(tmp_path)
+    config = ServerConfig(with_metrics=True)
+    with serving(tmp_path, config) as served, served.client() as http:
+        path = tmp_path / "adapters" / "alpha.gguf"
+
+        def loads() -> float:
+            found = samples(http.get("/metrics").text)
+            return of(found, "loragraph_adapter_loads_total", adapter="alpha")
+
+        served.engine.load_adapter("alpha", path, preload=True)
+        first = loads()
+        served.engine.load_adapter("alpha", path, preload=True)
+        second = loads()
+        served.engine.unload_adapter("alpha")
+
+        assert (first, second, loads()) == (1, 2, 2)
 
 
 def test_without_the_flag_there_are_none(tmp_path: Path) -> None:

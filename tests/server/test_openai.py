@@ -260,6 +260,36 @@ def test_several_adapters_with_scales(
     assert got.choices[0].message.content == direct(served, adapters)
 
 
+@pytest.mark.parametrize("model", ["base", "beta"])
+def test_embeddings(client: openai.OpenAI, served: Served, model: str) -> None:
+    """Vectors of unit length, as the engine gives them, in either encoding and for each input."""
+    adapters = None if model == "base" else {model: 1.0}
+    expected = [served.engine.embed(text, adapters).values for text in ("hello", "the world")]
+
+    got = client.embeddings.create(model=model, input=["hello", "the world"])  # asks for base 64
+    plain = client.embeddings.create(model=model, input="hello", encoding_format="float")
+
+    assert [one.index for one in got.data] == [0, 1]
+    for one, values in zip(got.data, expected, strict=True):
+        assert one.embedding == pytest.approx(values.tolist(), abs=1e-4)
+        assert sum(value * value for value in one.embedding) == pytest.approx(1, abs=1e-4)
+    assert plain.data[0].embedding == pytest.approx(expected[0].tolist(), abs=1e-4)
+    assert got.usage.prompt_tokens == got.usage.total_tokens > 2
+
+
+def test_embeddings_of_token_ids_and_other_poolings(client: openai.OpenAI, served: Served) -> None:
+    """Token ids are taken as they are; `pooling` and `embd_normalize` are the engine's."""
+    ids = served.engine.model.vocab.tokenize("the world")
+    options: Any = {"pooling": "last", "embd_normalize": -1}
+    expected = served.engine.embed(ids, pooling="last", normalize=-1).values
+
+    got = client.embeddings.create(model="base", input=[ids], extra_body=options)
+
+    assert got.data[0].embedding == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-3)
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model="base", input="a", dimensions=3)
+
+
 TOOL_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"

@@ -112,11 +112,11 @@ def test_a_pin_and_its_end(page: Tab, served: Served) -> None:
     row.locator(".cell-state", has_text="on disk").wait_for()
     row.get_by_role("button", name="Pin gamma", exact=True).click()
     row.locator(".cell-state", has_text="pinned").wait_for()
-    assert [one.name for one in served.engine.adapters if one.is_pinned] == ["gamma"]
+    assert [one.name for one in served.engine.adapters if one.pinned] == ["gamma"]
 
     row.get_by_role("button", name="Unpin gamma").click()
     row.locator(".cell-state", has_text="in memory").wait_for()
-    assert not any(one.is_pinned for one in served.engine.adapters)
+    assert not any(one.pinned for one in served.engine.adapters)
     page.check()
 
 

@@ -234,7 +234,7 @@ def test_an_error_about_keys_does_not_tell_them(tmp_path: Path) -> None:
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[[str, str], Generation]:
     """Registers an adapter with a sidecar."""
-    registry = Registry(lambda path: HEADER)
+    registry = Registry(lambda _path, _options: HEADER)
 
     def register(name: str, text: str) -> Generation:
         (tmp_path / f"{name}.toml").write_text(text)

@@ -13,10 +13,10 @@ from loragraph.engine.core import EngineCore
 from loragraph.engine.holds import Hold
 from loragraph.engine.job_maker import JobMaker
 from loragraph.engine.model import Model
-from loragraph.engine.registry import Generation, LoadOptions, Registry
+from loragraph.engine.registry import PLAIN_LOAD, Generation, LoadOptions, Registry
 from loragraph.engine.table import AdapterRow, adapter_rows
 from loragraph.engine.thread import EngineThread
-from loragraph.errors import LifecycleError, LoragraphError
+from loragraph.errors import ConfigError, LifecycleError, LoragraphError
 
 
 class EngineAdapters(ABC):
@@ -50,6 +50,11 @@ class EngineAdapters(ABC):
             raise LifecycleError(
                 f"{source!r} is closed or registered with another model",
                 hint="load it with this engine's model",
+            )
+        if isinstance(source, Adapter) and options != PLAIN_LOAD:
+            raise ConfigError(
+                "expected a file to read with ignore_norm or tied_output, got an adapter in memory",
+                field="ignore_norm" if ignore_norm else "tied_output",
             )
         new, old = self.registry.register(name, source, options)
         if old is not None:
@@ -114,12 +119,14 @@ class EngineAdapters(ABC):
     def adapters(self) -> tuple[AdapterRow, ...]:
         """The table of adapters, by name."""
         self._check_open()
-        names = self.registry.names()
+        current = self.registry.current()
+        files = {
+            name: None if name in current else self.registry.path_in_dir(name)
+            for name in self.registry.names()
+        }
         core = self._core
         return self._thread.call(
-            lambda: tuple(
-                adapter_rows(self.registry, core.residency.pool, names, core.holds.pinned)
-            )
+            lambda: tuple(adapter_rows(self.registry, core.residency.pool, core.holds, files))
         )
 
     def _wait_for(self, hold: Hold) -> None:

@@ -79,8 +79,13 @@ class AsyncStream:
     """
 
     def __init__(
-        self, prompt_tokens: Sequence[int], mailbox: Mailbox, cancel: Callable[[], None]
+        self,
+        number: int,
+        prompt_tokens: Sequence[int],
+        mailbox: Mailbox,
+        cancel: Callable[[], None],
     ) -> None:
+        self.number = number  # the request's, as in `Engine.sequences`
         self.prompt_tokens = tuple(prompt_tokens)
         self._mailbox = mailbox
         self._cancel = cancel

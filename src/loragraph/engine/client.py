@@ -75,7 +75,7 @@ class Client:
             making.add_done_callback(_close_made)  # its thread cannot be stopped
             raise
         self._post([job])
-        return AsyncStream(job.tokens, mailbox, lambda: self._cancel(job))
+        return AsyncStream(job.number, job.tokens, mailbox, lambda: self._cancel(job))
 
     async def answer(self, make: Make) -> Answer:
         """What a job ends with, for asyncio."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +29,9 @@ from loragraph.engine.registry import Generation
 from loragraph.engine.request import AdapterUse
 from loragraph.engine.residency import Residency
 from loragraph.engine.scheduler import Scheduler
+from loragraph.engine.seats import Seats
 from loragraph.engine.sequence import Sequence
+from loragraph.engine.sequence_table import SequenceRow, sequence_row
 from loragraph.engine.waiting import WaitingJobs
 from loragraph.errors import (
     CapacityError,
@@ -63,6 +66,7 @@ class EngineCore:
         self._running: dict[Job, None] = {}  # in the scheduler
         self._closed: LoragraphError | None = None
         self._ids = itertools.count()
+        self.seats = Seats(config.max_sequences)
         self.outputs = StepOutputs(self.scheduler, texts, self.stats, clock)
 
     @property
@@ -76,6 +80,25 @@ class EngineCore:
     def n_jobs(self) -> int:
         """Jobs that have not ended."""
         return len(self.waiting) + len(self._loading) + len(self._running)
+
+    def count(self) -> CoreStats:
+        """A copy of the counters, with the jobs of now."""
+        return replace(
+            self.stats,
+            n_jobs=self.n_jobs,
+            n_jobs_waiting=len(self.waiting),
+            n_jobs_loading=len(self._loading),
+            n_jobs_running=len(self._running),
+        )
+
+    def sequences(self) -> Iterator[SequenceRow]:
+        """What is known of every choice that has not ended."""
+        now = self._clock()
+        for job in self.jobs:
+            for choice in job.choices:
+                if choice.finish_reason is None:
+                    seat = self.seats.of(choice.sequence)
+                    yield sequence_row(choice, seat, now, loading=job in self._loading)
 
     def submit(self, job: Job) -> None:
         """Takes a job in; what is wrong goes to its sink."""
@@ -123,6 +146,10 @@ class EngineCore:
         self._admit()
         self.residency.sync()
         plan = self.scheduler.schedule()
+        for sequence in plan.admitted:
+            self.seats.take(sequence)
+        for sequence in plan.preempted:  # by those that were admitted before, or one of these
+            self.seats.leave(sequence)
         if not plan.chunks:
             return bool(plan.preempted)
         try:
@@ -132,7 +159,7 @@ class EngineCore:
             self._step_failed(error)
             return True
         self.stats.n_steps += 1
-        self.stats.n_chunks += len(plan.chunks)
+        self.stats.n_step_sequences += len(plan.chunks)
         self.scheduler.complete(plan)
         ended = self.outputs.update(plan, logits, self._runner.states)
         for job in ended.done:
@@ -200,7 +227,6 @@ class EngineCore:
             self._fail(job, error)
             return
         job.started = self._clock()
-        self.stats.n_prompt_tokens += len(job.tokens)
         self._running[job] = None
         for choice, sequence in zip(job.choices, sequences, strict=True):
             choice.sequence = sequence
@@ -265,6 +291,7 @@ class EngineCore:
         self._running.pop(job, None)
         for sequence in job.sequences:
             self.scheduler.finish(sequence, "abort")
+            self.seats.leave(sequence)
         self.outputs.drop(job.sequences)
         self.residency.pool.release(job)
         job.close()

@@ -23,6 +23,7 @@ from loragraph.engine.options import memory_errors
 from loragraph.engine.registry import Generation, Registry
 from loragraph.engine.requests import EngineRequests
 from loragraph.engine.residency import Residency
+from loragraph.engine.sequence_table import SequenceRow
 from loragraph.engine.session import load_cells, save_cells
 from loragraph.engine.table import EngineStats
 from loragraph.engine.thread import EngineThread
@@ -102,7 +103,7 @@ class Engine(EngineRequests, EngineAdapters):
         core = self._core
         return self._thread.call(
             lambda: EngineStats(
-                replace(core.stats, n_jobs=core.n_jobs),
+                core.count(),
                 core.scheduler.stats,
                 core.residency.pool.stats,
                 replace(self._runner.counters),
@@ -114,6 +115,11 @@ class Engine(EngineRequests, EngineAdapters):
         """Bytes of "cells", of step "inputs" and of "compute" memory."""
         self._check_open()
         return self._thread.call(lambda: self._runner.nbytes)
+
+    def sequences(self) -> tuple[SequenceRow, ...]:
+        """The table of what runs and waits: a row for each choice that has not ended."""
+        self._check_open()
+        return self._thread.call(lambda: tuple(self._core.sequences()))
 
     def save_session(self, path: str | os.PathLike[str]) -> int:
         """Saves what the prefix tree holds to a file; how many tokens. No step runs meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ class JobMaker:
         self._model = model
         self._registry = registry
         self._limit = limit
+        self._numbers = itertools.count(1)
 
     def make(
         self,
@@ -63,6 +65,7 @@ class JobMaker:
             scales,
             max_tokens=limit if wanted is None else wanted,
             sink=sink,
+            number=next(self._numbers),
             salt=request.cache_salt,
             deadline=deadline,
             wants_events=wants_events,

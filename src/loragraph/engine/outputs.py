@@ -60,8 +60,11 @@ class StepOutputs:
         chosen: list[tuple[ChoiceState, int]] = []
         logits = logits[:, : self._texts.n_tokens]
         row = state_row = 0
+        now = self._clock()
         for chunk in plan.chunks:
             choice = self.choices[chunk.sequence]
+            if not choice.prompt_done and chunk.end >= chunk.sequence.n_prompt:
+                self._count_prompt(choice, chunk.sequence, now)
             if chunk.sequence.gives_states:
                 rows = slice(state_row, state_row + chunk.n_outputs)
                 state_row = rows.stop
@@ -77,7 +80,7 @@ class StepOutputs:
                 choice.finish("", None, "length")
                 self._end_if_done(choice.job, ended)
         if chosen:
-            self._choose(chosen, logits, ended)
+            self._choose(chosen, logits, ended, now)
         return ended
 
     def drop(self, sequences: Iterable[TokenSequence]) -> None:
@@ -104,7 +107,7 @@ class StepOutputs:
             ended.failed[job] = BackendError("the model's logits are not finite numbers")
 
     def _choose(
-        self, chosen: Sequence[tuple[ChoiceState, int]], logits: Logits, ended: Ended
+        self, chosen: Sequence[tuple[ChoiceState, int]], logits: Logits, ended: Ended, now: float
     ) -> None:
         """The next token of each choice; `logits` (n_outputs, n_tokens) f32, a row of it each."""
         best = best_tokens(logits, [row for choice, row in chosen if choice.sampler.is_argmax])
@@ -123,6 +126,7 @@ class StepOutputs:
         logprobs = _logprobs(sampled, logits)
         for choice, _, token in sampled:
             if choice.job not in ended.failed:
+                self._count_token(choice, now)
                 self._take(choice, token, logprobs.get(choice), ended)
 
     def _take(
@@ -131,9 +135,6 @@ class StepOutputs:
         """A sampled token: text, stop strings, the end."""
         job, sequence, params = choice.job, choice.sequence, choice.sampler.params
         assert sequence is not None
-        self._stats.n_generated_tokens += 1
-        if job.first_token is None:
-            job.first_token = self._clock()
         piece, ends = self._piece(token)
         if ends or token in params.stop_token_ids:
             self._scheduler.finish(sequence, "stop")
@@ -155,6 +156,28 @@ class StepOutputs:
             choice.emit(text, token, logprob)
             return
         self._end_if_done(job, ended)
+
+    def _count_prompt(self, choice: ChoiceState, sequence: TokenSequence, now: float) -> None:
+        """The prompt's last token was computed, for the first time."""
+        choice.prompt_done = True
+        stats, job = self._stats, choice.job
+        stats.n_prompt_tokens += sequence.n_prompt
+        stats.n_prompt_tokens_cached += sequence.n_hit
+        stats.n_tokens_max = max(stats.n_tokens_max, sequence.n_prompt)
+        if choice.index == 0 and job.started is not None:  # the others share its prompt
+            stats.prompt_s += now - job.started
+
+    def _count_token(self, choice: ChoiceState, now: float) -> None:
+        stats, job = self._stats, choice.job
+        assert choice.sequence is not None
+        stats.n_generated_tokens += 1
+        stats.n_tokens_max = max(stats.n_tokens_max, len(choice.sequence.tokens) + 1)
+        if choice.tokens:
+            stats.decode_s += now - choice.last_token
+            job.gaps.add(now - choice.last_token)
+        choice.last_token = now
+        if job.first_token is None:
+            job.first_token = now
 
     def _end_if_done(self, job: Job, ended: Ended) -> None:
         if job.done and job not in ended.failed:

@@ -58,16 +58,6 @@ class PoolStats:
 
 
 @dataclass(slots=True)
-class LoadCounts:
-    """What happened to one adapter since the start."""
-
-    n_loads: int = 0
-    load_seconds: float = 0.0
-    n_evictions: int = 0
-    n_failures: int = 0
-
-
-@dataclass(slots=True)
 class _Entry(Generic[K]):
     nbytes: int
     loading: bool = True
@@ -81,7 +71,7 @@ class Pool(Generic[K]):
 
     `clock` gives seconds; `evict` is told of each adapter that leaves, at once. What is to be
     loaded stands in `to_load`, oldest first; the caller takes it out and reports the end with
-    `loaded` or `failed`. `counts_of` gives where an adapter's own events are counted.
+    `loaded` or `failed`.
     """
 
     def __init__(
@@ -91,7 +81,6 @@ class Pool(Generic[K]):
         clock: Callable[[], float],
         evict: Callable[[K], None],
         retry_seconds: float = RETRY_SECONDS,
-        counts_of: Callable[[K], LoadCounts] = lambda _key: LoadCounts(),
     ) -> None:
         self.n_slots = n_slots
         self.max_bytes = max_bytes
@@ -99,7 +88,6 @@ class Pool(Generic[K]):
         self._clock = clock
         self._evict = evict
         self._retry_seconds = retry_seconds
-        self._counts_of = counts_of
         self._stats = PoolStats()
         self._entries: dict[K, _Entry[K]] = {}
         self._idle: OrderedDict[K, None] = OrderedDict()  # resident, unheld; least recent first
@@ -198,11 +186,8 @@ class Pool(Generic[K]):
         self._nbytes += more
         entry.nbytes = nbytes
         entry.loading = False
-        seconds = self._clock() - entry.started
-        counts = self._counts_of(key)
-        for one in (self._stats, counts):
-            one.n_loads += 1
-            one.load_seconds += seconds
+        self._stats.n_loads += 1
+        self._stats.load_seconds += self._clock() - entry.started
         if not entry.tickets:  # whoever wanted it is gone
             self._to_idle(key, entry)
 
@@ -215,7 +200,6 @@ class Pool(Generic[K]):
         assert entry.loading, "a load that had ended failed"
         self._nbytes -= entry.nbytes
         self._stats.n_failures += 1
-        self._counts_of(key).n_failures += 1
         if len(self._failures) >= _MAX_FAILURES:
             self._failures.pop(next(iter(self._failures)))
         self._failures[key] = (self._clock() + self._retry_seconds, error)
@@ -263,7 +247,6 @@ class Pool(Generic[K]):
         for key in victims:
             self._drop(key)
             self._stats.n_evictions += 1
-            self._counts_of(key).n_evictions += 1
         return True
 
     def _drop(self, key: K) -> None:

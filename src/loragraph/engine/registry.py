@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
-from loragraph.engine.pool import LoadCounts
+from loragraph.adapters.report import LoadReport
 from loragraph.errors import (
     AdapterChangedError,
     ConfigError,
@@ -56,6 +56,16 @@ HeaderReader = Callable[[Path, LoadOptions], AdapterHeader]
 """Reads and checks a file's header; raises what is wrong with it."""
 
 
+@dataclass(slots=True)
+class LoadCounts:
+    """What happened to a generation since it was registered."""
+
+    n_loads: int = 0
+    n_failures: int = 0
+    n_evictions: int = 0
+    load_s: float = 0.0  # of all loads, waits for the worker included
+
+
 @dataclass(slots=True, eq=False)
 class Generation:
     """What a name meant from one registration to the next. Equality is identity."""
@@ -69,7 +79,9 @@ class Generation:
     owned: bool = False  # the adapter in memory goes with the generation
     digest: str | None = None  # known from the first load on
     retired: bool = False  # the name means something else, or nothing
-    counts: LoadCounts = field(default_factory=LoadCounts)  # of the name; the pool's
+    report: LoadReport | None = None  # of the last load
+    counts: LoadCounts = field(default_factory=LoadCounts)
+    load_started: float = 0.0
 
     def check_digest(self, digest: str) -> None:
         """Notes the digest of a first load; AdapterChangedError where a later one differs."""
@@ -152,7 +164,7 @@ class Registry:
             found = self._current.get(name)
         if found is not None:
             return found
-        path = self._path_in_dir(name)
+        path = self.path_in_dir(name)
         if path is None:
             raise self._unknown(name)
         new = Generation(name, next(self._numbers), path, self._read_header(path, PLAIN_LOAD))
@@ -177,7 +189,6 @@ class Registry:
         self._unloaded.discard(name)
         if old is not None:
             old.retired = True
-            new.counts = old.counts
         return old
 
     def _list_dir(self) -> set[str]:
@@ -191,7 +202,8 @@ class Registry:
                 if name != entry.name and name_problem(name) is None and self._confined(name):
                     yield name
 
-    def _path_in_dir(self, name: str) -> Path | None:
+    def path_in_dir(self, name: str) -> Path | None:
+        """The folder's file of that name; None where there is none, or it was unloaded."""
         if self._dir is None or name_problem(name) is not None or name in self._unloaded:
             return None
         return self._dir / f"{name}{_SUFFIX}" if self._confined(name) else None

@@ -39,18 +39,18 @@ class Residency:
         max_bytes: int | None,
         clock: Callable[[], float],
     ) -> None:
-        self.pool: Pool[Generation] = Pool(
-            n_slots, max_bytes, clock, self._evicted, counts_of=lambda generation: generation.counts
-        )
+        self.pool: Pool[Generation] = Pool(n_slots, max_bytes, clock, self._evicted)
         self.adapters: dict[Generation, Adapter] = {}
         self._registry = registry
         self._slots = slots
         self._start_load = start_load
+        self._clock = clock
         self._dropped: list[tuple[Generation, Adapter]] = []
 
     def on_load(self, generation: Generation, outcome: Adapter | LoragraphError) -> list[Hashable]:
         """A load ended: places the adapter. Returns the tickets that failed with it."""
         if isinstance(outcome, LoragraphError):
+            generation.counts.n_failures += 1
             return self.pool.failed(generation, outcome)
         try:
             generation.check_digest(outcome.digest)
@@ -58,9 +58,13 @@ class Residency:
         except LoragraphError as error:
             if outcome is not generation.adapter:  # else the caller's
                 outcome.close()
+            generation.counts.n_failures += 1
             if isinstance(error, AdapterChangedError):
                 self._registry.renew(generation)
             return self.pool.failed(generation, error)
+        generation.report = outcome.report
+        generation.counts.n_loads += 1
+        generation.counts.load_s += self._clock() - generation.load_started
         return []
 
     def sync(self) -> None:
@@ -96,6 +100,7 @@ class Residency:
                 self.pool.retire(generation)
         while self.pool.to_load:
             generation = self.pool.to_load.popleft()
+            generation.load_started = self._clock()
             if generation.adapter is None:
                 self._start_load(generation)
             elif ticket in self.on_load(generation, generation.adapter):
@@ -142,3 +147,5 @@ class Residency:
         adapter = self.adapters.pop(generation, None)
         if adapter is not None:
             self._dropped.append((generation, adapter))
+            if not generation.retired:
+                generation.counts.n_evictions += 1

@@ -24,7 +24,6 @@ from loragraph.server import (
 )
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate
-from loragraph.server.llamacpp import slots
 from loragraph.server.state import ServerState
 
 
@@ -41,13 +40,13 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
         strict_content_type=False,
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
+        responses={key: {"model": errors.ErrorAnswer} for key in ("4XX", "5XX")},
     )
     app.state.loragraph = state
     errors.install(app)
     for router in (health.router, *openai.routers, adapters_api.router, *llamacpp.routers):
         app.include_router(router)
     metrics.install(app, state)
-    slots.install(state)
     if config.with_page:
         page.install(app, state)
     app.add_middleware(Gate, config=config)

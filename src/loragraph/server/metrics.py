@@ -25,7 +25,9 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from loragraph.engine.counters import GAP_BOUNDS_S
 from loragraph.engine.pool import State as Residence
+from loragraph.engine.registry import LoadCounts
 from loragraph.engine.table import AdapterRow, EngineStats
 from loragraph.errors import LifecycleError
 from loragraph.server.errors import ApiError
@@ -38,7 +40,6 @@ MAX_LABELS = 100
 BASE, OTHER = "base", "other"
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the histograms' buckets, seconds."""
 
@@ -69,17 +70,22 @@ class AdapterLabels:
 
 
 class Histogram:
-    """Counts of values by upper bound; a value may count several times at once."""
+    """Counts of values by upper bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float, n: int = 1) -> None:
-        """Counts `value` `n` times; `le` includes its bound, as Prometheus has it."""
-        self._counts[bisect_left(self._bounds, value)] += n
-        self.total += value * n
+    def add(self, value: float) -> None:
+        """Counts `value`; `le` includes its bound, as Prometheus has it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def add_counts(self, counts: Sequence[int], total: float) -> None:
+        """Counts values that were counted by the same bounds elsewhere."""
+        self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+        self.total += total
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, count of all values up to it)."""
@@ -99,7 +105,7 @@ class _Series:
     n_cached: int = 0
     n_generated: int = 0
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
-    token: Histogram = field(default_factory=lambda: Histogram(TOKEN_S))
+    token: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
     queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_S))
 
     def add(self, served: Served) -> None:
@@ -112,30 +118,8 @@ class _Series:
             self.queue.add(served.queued_s)
             if served.prompt_s is not None and served.n_generated:
                 self.first_token.add(served.queued_s + served.prompt_s)
-        if served.decode_s is not None and served.n_generated > 1:
-            n_gaps = served.n_generated - 1
-            self.token.add(served.decode_s / n_gaps, n_gaps)
-
-
-@dataclass(slots=True)
-class _Totals:
-    """llama-server's sums, over all requests that have ended."""
-
-    n_prompt: int = 0  # computed, without the cached ones
-    n_cached: int = 0
-    prompt_s: float = 0.0
-    n_generated: int = 0
-    decode_s: float = 0.0
-    n_tokens_max: int = 0
-
-    def add(self, served: Served) -> None:
-        """Counts a request."""
-        self.n_prompt += served.n_prompt - served.n_cached
-        self.n_cached += served.n_cached
-        self.prompt_s += served.prompt_s or 0.0
-        self.n_generated += served.n_generated
-        self.decode_s += served.decode_s or 0.0
-        self.n_tokens_max = max(self.n_tokens_max, served.n_longest)
+        if served.gaps is not None:
+            self.token.add_counts(served.gaps.counts, served.gaps.total_s)
 
 
 class ServerMetrics(Collector):
@@ -149,14 +133,13 @@ class ServerMetrics(Collector):
         self._snapshot = snapshot
         self._lock = threading.Lock()
         self._series: dict[str, _Series] = {BASE: _Series()}
-        self._totals = _Totals()
+        self._loads = _Loads(self.labels)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def observe(self, served: Served) -> None:
         """Counts a request that has ended; for any thread."""
         with self._lock:
-            self._totals.add(served)
             for label in {self.labels.of(name) for name in served.adapters} or {BASE}:
                 self._series.setdefault(label, _Series()).add(served)
 
@@ -172,11 +155,12 @@ class ServerMetrics(Collector):
         """All metrics; for the registry."""
         now = self._snapshot()
         with self._lock:
-            out = [*_llama_server(self._totals, now), *_by_adapter(self._series)]
+            out = list(_by_adapter(self._series))
+            if now is not None:
+                out += _llama_server(now.stats)
+                out += _of_engine(now.stats)
+                out += self._loads.metrics(now.rows)
         yield from out
-        if now is not None:
-            yield from _of_engine(now.stats)
-            yield from _of_adapters(now.rows, self.labels)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:
@@ -187,30 +171,35 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _llama_server(totals: _Totals, now: Snapshot | None) -> Iterator[Metric]:
+def _llama_server(stats: EngineStats) -> Iterator[Metric]:
     """The names that llama-server's dashboards ask for, with its meaning."""
+    core, scheduler = stats.core, stats.scheduler
+    n_prompt, n_text = core.n_prompt_tokens_computed, core.n_generated_tokens
     p = "llamacpp:"
-    yield _counter(f"{p}prompt_tokens", "Prompt tokens computed.", totals.n_prompt)
-    yield _counter(f"{p}prompt_tokens_cached", "Prompt tokens from the cache.", totals.n_cached)
-    yield _counter(f"{p}prompt_seconds", "Seconds of prompt processing.", totals.prompt_s)
-    yield _counter(f"{p}tokens_predicted", "Generated tokens.", totals.n_generated)
-    yield _counter(f"{p}tokens_predicted_seconds", "Seconds of generation.", totals.decode_s)
-    yield _gauge(f"{p}n_tokens_max", "Tokens of the longest sequence.", totals.n_tokens_max)
+    yield _counter(f"{p}prompt_tokens", "Prompt tokens computed.", n_prompt)
+    cached = core.n_prompt_tokens_cached
+    yield _counter(f"{p}prompt_tokens_cached", "Prompt tokens from the cache.", cached)
+    yield _counter(f"{p}prompt_seconds", "Seconds of prompt processing.", core.prompt_s)
+    yield _counter(f"{p}tokens_predicted", "Generated tokens.", n_text)
+    yield _counter(f"{p}tokens_predicted_seconds", "Seconds of generation.", core.decode_s)
+    yield _counter(f"{p}n_decode", "Steps.", core.n_steps)
+    yield _gauge(f"{p}n_tokens_max", "Tokens of the longest sequence.", core.n_tokens_max)
     for name, text, n, seconds in (
-        ("prompt_tokens_seconds", "Prompt tokens a second.", totals.n_prompt, totals.prompt_s),
-        ("predicted_tokens_seconds", "Tokens a second.", totals.n_generated, totals.decode_s),
+        ("prompt_tokens_seconds", "Prompt tokens a second, mean.", n_prompt, core.prompt_s),
+        ("predicted_tokens_seconds", "Tokens a second, mean.", n_text, core.decode_s),
+        (
+            "n_busy_slots_per_decode",
+            "Sequences in a step, mean.",
+            core.n_step_sequences,
+            core.n_steps,
+        ),
     ):
         yield _gauge(f"{p}{name}", text, n / seconds if seconds else 0.0)
+    n_deferred = core.n_jobs_waiting + core.n_jobs_loading + scheduler.n_waiting
+    yield _gauge(f"{p}requests_processing", "Sequences that run.", scheduler.n_running)
+    yield _gauge(f"{p}requests_deferred", "Requests and sequences that wait.", n_deferred)
     for name in ("draft_tokens", "accepted_tokens", "drafts"):  # no speculative decoding
         yield _counter(f"{p}spec_decode_num_{name}", "Always 0 here.", 0)
-    if now is not None:
-        core, scheduler = now.stats.core, now.stats.scheduler
-        n_deferred = max(0, core.n_jobs - scheduler.n_running)
-        per_step = core.n_chunks / core.n_steps if core.n_steps else 0.0
-        yield _counter(f"{p}n_decode", "Steps.", core.n_steps)
-        yield _gauge(f"{p}requests_processing", "Sequences that run.", scheduler.n_running)
-        yield _gauge(f"{p}requests_deferred", "Requests that wait.", n_deferred)
-        yield _gauge(f"{p}n_busy_slots_per_decode", "Sequences in a step, mean.", per_step)
 
 
 def _by_adapter(series: Mapping[str, _Series]) -> Iterator[Metric]:
@@ -233,7 +222,7 @@ def _by_adapter(series: Mapping[str, _Series]) -> Iterator[Metric]:
         yield counter
     for name, text, key in (
         ("first_token_seconds", "From a request to its first token.", "first_token"),
-        ("token_seconds", "Between tokens, as the mean of the token's request.", "token"),
+        ("token_seconds", "Between a request's tokens.", "token"),
         ("queue_seconds", "From a request to its admission.", "queue"),
     ):
         family = HistogramMetricFamily(f"loragraph_{name}", text, labels=("adapter",))
@@ -260,39 +249,52 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("loragraph_adapters_bytes", "Bytes of adapters in memory.", pool.nbytes)
 
 
-def _of_adapters(rows: Iterable[AdapterRow], labels: AdapterLabels) -> Iterator[Metric]:
-    """Residency by adapter; what was unloaded, and had a label of its own, ends there."""
-    sums: dict[str, list[float]] = {}
-    for row in rows:
-        counts = row.counts
-        numbers = (
-            row.nbytes or 0 if row.state is Residence.RESIDENT else 0,
-            counts.n_loads,
-            counts.load_seconds,
-            counts.n_evictions,
-            counts.n_failures,
+class _Loads:
+    """Residency by adapter. What was counted stays, whatever becomes of the generation."""
+
+    def __init__(self, labels: AdapterLabels) -> None:
+        self._labels = labels
+        self._totals: dict[str, LoadCounts] = {}  # by label
+        self._seen: dict[int, LoadCounts] = {}  # of each generation at the last scrape
+
+    def metrics(self, rows: Iterable[AdapterRow]) -> Iterator[Metric]:
+        """The metrics of now."""
+        nbytes = self._add(rows)
+        gauge = GaugeMetricFamily(
+            "loragraph_adapter_resident_bytes", "Bytes in memory.", labels=("adapter",)
         )
-        if row.generation is not None:  # of a folder's files those that were ever asked for
-            own = sums.setdefault(labels.of(row.name), [0.0] * len(numbers))
-            own[:] = map(float.__add__, own, map(float, numbers))
-    gauge = GaugeMetricFamily(
-        "loragraph_adapter_resident_bytes", "Bytes in memory.", labels=("adapter",)
-    )
-    counters = [
-        CounterMetricFamily(f"loragraph_adapter_{name}", text, labels=("adapter",))
-        for name, text in (
-            ("loads", "Loads into memory."),
-            ("load_seconds", "Seconds of loading."),
-            ("evictions", "Evictions from memory."),
-            ("load_failures", "Loads that failed."),
-        )
-    ]
-    for label, (nbytes, *values) in sums.items():
-        gauge.add_metric((label,), nbytes)
-        for counter, value in zip(counters, values, strict=True):
-            counter.add_metric((label,), value)
-    yield gauge
-    yield from counters
+        for label, value in nbytes.items():
+            gauge.add_metric((label,), value)
+        yield gauge
+        for name, text, key in (
+            ("loads", "Loads into memory.", "n_loads"),
+            ("load_seconds", "Seconds of loading.", "load_s"),
+            ("evictions", "Evictions from memory.", "n_evictions"),
+            ("load_failures", "Loads that failed.", "n_failures"),
+        ):
+            counter = CounterMetricFamily(f"loragraph_adapter_{name}", text, labels=("adapter",))
+            for label, counts in self._totals.items():
+                counter.add_metric((label,), getattr(counts, key))
+            yield counter
+
+    def _add(self, rows: Iterable[AdapterRow]) -> dict[str, int]:
+        """Adds what is new since the last scrape; bytes in memory by label."""
+        nbytes: dict[str, int] = {}
+        seen: dict[int, LoadCounts] = {}
+        for row in rows:
+            if row.generation is None:  # of a folder's files, one that nobody asked for yet
+                continue
+            label = self._labels.of(row.name)
+            resident = row.state is Residence.RESIDENT
+            nbytes[label] = nbytes.get(label, 0) + ((row.nbytes or 0) if resident else 0)
+            before = self._seen.get(row.generation, LoadCounts())
+            total = self._totals.setdefault(label, LoadCounts())
+            for name in LoadCounts.__slots__:
+                more = getattr(row.counts, name) - getattr(before, name)
+                setattr(total, name, getattr(total, name) + more)
+            seen[row.generation] = row.counts
+        self._seen = seen
+        return nbytes
 
 
 class _RunCounts:

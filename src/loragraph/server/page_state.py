@@ -202,7 +202,7 @@ def _row(row: AdapterRow, folders: tuple[Path, ...]) -> Row:
         "generation": row.generation,
         "file": _file(row, folders),
         "state": row.state.name.lower(),
-        "pinned": row.is_pinned,
+        "pinned": row.pinned,
         "nbytes": row.nbytes,
         "rank": row.rank_max,
         "n_targets": row.n_targets,

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from loragraph.server.openai.fields import Message, TemplateBody
 
 _RESERVED = frozenset(
-    ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "timeout_s")
+    (
+        *("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "timeout_s"),
+        *("self", "raise_exception", "strftime_now"),
+    )
 )
 _MARK = "\ue000loragraph:end\ue001"  # private use: no tokeniser's text
 

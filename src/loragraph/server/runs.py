@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
 from loragraph.engine.async_stream import AsyncStream
+from loragraph.engine.embedding import Pooling
 from loragraph.engine.engine import Engine
-from loragraph.engine.request import Event, Request, Result
+from loragraph.engine.request import Embedding, Event, Request, Result
 from loragraph.errors import LoragraphError
 from loragraph.server.errors import ApiError
 from loragraph.server.mixes import RequestMix, uses_json
@@ -39,6 +40,7 @@ class Run:
         self.ended: float | None = None
         self.n_events = 0  # tokens seen here; of a run without events, known from its result
         self.result: Result | None = None
+        self.embedding: Embedding | None = None  # of a run for one, in place of a result
         self.error: LoragraphError | None = None  # what ended it, if not its result
         self.cancelled = False  # left before its end
         self.stream: AsyncStream | None = None  # while events are read
@@ -48,6 +50,20 @@ class Run:
         with self._watched() as engine:
             self.result = await engine.arun(self.request)
         return self.result
+
+    async def embed(self, pooling: Pooling, normalize: int) -> Embedding:
+        """The embedding of the request's prompt; cancelling this cancels it."""
+        request = self.request
+        with self._watched() as engine:
+            self.embedding = await engine.aembed(
+                request.prompt,
+                request.adapters,
+                pooling=pooling,
+                normalize=normalize,
+                cache_salt=request.cache_salt,
+                deadline_s=request.deadline_s,
+            )
+        return self.embedding
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
         """Batches of events, each of what came since the last; `result` is there after the end.
@@ -75,7 +91,8 @@ class Run:
             self.error = error
             raise
         finally:
-            self.cancelled = self.result is None and self.error is None
+            answered = self.result is not None or self.embedding is not None
+            self.cancelled = not answered and self.error is None
             self.ended = time.monotonic()
             del self.state.runs[self]
             for hook in self.state.hooks:
@@ -89,16 +106,21 @@ class Run:
 
 
 async def finish_all(runs: Sequence[Run]) -> list[Result]:
-    """The results of several runs, in their order. The first error, or leaving, ends all.
+    """The results of several runs; see do_all()."""
+    return await do_all(runs, Run.finish)
+
+
+async def do_all(runs: Sequence[Run], work: Callable[[Run], Awaitable[T]]) -> list[T]:
+    """What `work` gives of several runs, in their order. The first error, or leaving, ends all.
 
     Not more of them are in the engine at once than it computes, so that one request of many
     prompts does not fill its queue.
     """
     places = asyncio.Semaphore(_places(runs))
 
-    async def finish(run: Run) -> Result:
+    async def finish(run: Run) -> T:
         async with places:
-            return await run.finish()
+            return await work(run)
 
     tasks = [asyncio.ensure_future(finish(run)) for run in runs]
     try:

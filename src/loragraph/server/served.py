@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loragraph.engine.counters import Gaps
 from loragraph.engine.request import Result
 from loragraph.errors import DeadlineError
 from loragraph.server.runs import Run
@@ -22,6 +23,7 @@ class Served:
     queued_s: float | None = None  # None: it got no further
     prompt_s: float | None = None
     decode_s: float | None = None
+    gaps: Gaps | None = None  # between its tokens
 
 
 def served_of(run: Run) -> Served:
@@ -30,6 +32,16 @@ def served_of(run: Run) -> Served:
     result = run.result
     if result is None and isinstance(run.error, DeadlineError):
         result = run.error.result if isinstance(run.error.result, Result) else None
+    if run.embedding is not None:
+        found = run.embedding
+        return Served(
+            names,
+            n_prompt=found.n_prompt,
+            n_cached=found.n_cached,
+            n_longest=found.n_prompt,
+            queued_s=found.timings.queued_s,
+            prompt_s=found.timings.prompt_s,
+        )
     if result is None:
         outcome = "error" if run.error is not None else "abort"
         return Served(names, outcome, n_generated=run.n_events)
@@ -46,4 +58,5 @@ def served_of(run: Run) -> Served:
         queued_s=timings.queued_s,
         prompt_s=timings.prompt_s,
         decode_s=timings.decode_s,
+        gaps=timings.gaps,
     )

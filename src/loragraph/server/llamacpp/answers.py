@@ -96,7 +96,7 @@ def settings_json(
 
 
 def final_json(
-    asked: Asked, choice: Choice, result: Result, vocab: Vocab, *, model: str, id_slot: int
+    asked: Asked, choice: Choice, result: Result, vocab: Vocab, model: str
 ) -> dict[str, Any]:
     """The whole answer, or the last chunk of a stream, whose text has been sent already."""
     n_predicted = len(choice.tokens) + (choice.stop_token is not None)
@@ -104,7 +104,7 @@ def final_json(
         "index": choice.index,
         "content": "" if asked.stream else choice.text,
         "tokens": list(choice.tokens) if asked.return_tokens and not asked.stream else [],
-        "id_slot": id_slot,
+        "id_slot": choice.seat,
         "stop": True,
         "model": model,
         "tokens_predicted": n_predicted,
@@ -127,16 +127,14 @@ def final_json(
     return answer if not asked.fields else nested_values(answer, asked.fields)
 
 
-def chunk_json(
-    asked: Asked, event: Event, vocab: Vocab, n_predicted: int, id_slot: int
-) -> dict[str, Any]:
+def chunk_json(asked: Asked, event: Event, vocab: Vocab, n_predicted: int) -> dict[str, Any]:
     """What one token adds to a stream."""
     chunk: dict[str, Any] = {
         "index": event.index,
         "content": event.piece,
         "tokens": [] if event.token is None else [event.token],
         "stop": False,
-        "id_slot": id_slot,
+        "id_slot": event.seat,
         "tokens_predicted": n_predicted,
         "tokens_evaluated": asked.n_prompt,
     }

@@ -7,14 +7,14 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from loragraph.engine.params import SamplingParams
-from loragraph.engine.request import Event, Request, Result
+from loragraph.engine.request import MAX_CHOICES, Event, Request, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
 from loragraph.server.forms import cached_grammar
@@ -27,7 +27,6 @@ from loragraph.server.llamacpp.prompts import (
     split_prompts,
 )
 from loragraph.server.llamacpp.samplers import own_sampling, refuse_others
-from loragraph.server.llamacpp.slots import Slots
 from loragraph.server.llamacpp.timed import TimedRun
 from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.routing import api_router
@@ -52,8 +51,8 @@ class CompletionBody(SamplingBody):
     stream: bool | None = None
     n_probs: int | None = None
     logprobs: int | None = None
-    n_cmpl: int | None = None
-    n: int | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     grammar: str | None = None
     json_schema: Any = None
     cache_prompt: bool | None = None
@@ -209,16 +208,9 @@ def _finals(
     state: ServerState, run: Run, asked: Asked, result: Result, first: int
 ) -> list[dict[str, Any]]:
     """The last words of a run's choices, numbered from `first` on."""
-    vocab, slot = state.engine.model.vocab, Slots.of(state).number(run)
+    vocab = state.engine.model.vocab
     return [
-        final_json(
-            asked,
-            replace(choice, index=first + choice.index),
-            result,
-            vocab,
-            model=run.mix.model,
-            id_slot=slot,
-        )
+        final_json(asked, replace(choice, index=first + choice.index), result, vocab, run.mix.model)
         for choice in result.choices
     ]
 
@@ -249,7 +241,6 @@ class _Stream:
     def of(self, number: int, events: list[Event]) -> list[dict[str, Any]]:
         """The chunks of a run's events."""
         run, asked = self._made[number]
-        slot = Slots.of(self._state).number(run)
         chunks = []
         for event in events:
             if not event.piece and self._ends(event, asked.params):
@@ -257,7 +248,7 @@ class _Stream:
             index = number * run.request.n + event.index
             count = self._counts[index] = self._counts.get(index, 0) + 1
             shown = replace(event, index=index)
-            chunks.append(chunk_json(asked, shown, self._vocab, count, slot))
+            chunks.append(chunk_json(asked, shown, self._vocab, count))
         return chunks
 
     def ends(self) -> list[dict[str, Any]]:

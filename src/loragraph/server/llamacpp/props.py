@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
 from loragraph.engine.params import SamplingParams
+from loragraph.engine.sequence_table import SequenceRow
 from loragraph.server.errors import ApiError
 from loragraph.server.gate import Admin
 from loragraph.server.llamacpp.answers import settings_json
-from loragraph.server.llamacpp.slots import Slots
 from loragraph.server.routing import api_router
-from loragraph.server.runs import Run
 from loragraph.server.state import ServerState, State
 
 router = api_router(tags=["llama-server"])
@@ -65,33 +65,36 @@ async def slots(state: State, fail_on_no_slot: str = "") -> JSONResponse:
     if not state.config.with_slots:
         raise ApiError(501, "This server does not support slots endpoint. Start it with `--slots`")
     n_slots = state.engine.config.max_sequences
-    busy = Slots.of(state).runs()
+    rows = await asyncio.to_thread(state.engine.sequences)
+    busy = {row.seat: row for row in rows if row.seat is not None}
     if fail_on_no_slot and len(busy) >= n_slots:
         raise ApiError(503, "no slot available")
     return JSONResponse([_slot(state, number, busy.get(number)) for number in range(n_slots)])
 
 
-def _slot(state: ServerState, number: int, run: Run | None) -> dict[str, Any]:
+def _slot(state: ServerState, number: int, row: SequenceRow | None) -> dict[str, Any]:
     slot: dict[str, Any] = {
         "id": number,
         "n_ctx": state.engine.config.sequence_limit,
         "speculative": False,
-        "is_processing": run is not None,
+        "is_processing": row is not None,
     }
-    if run is None:
+    if row is None:
         return slot
-    params = run.request.params
-    lora = [{"name": name, "scale": scale} for name, scale in run.mix.scales.items() if scale]
-    left = -1 if params.max_tokens is None else max(0, params.max_tokens - run.n_events)
+    lora = [{"name": name, "scale": scale} for name, scale in row.adapters]
+    unlimited = row.params.max_tokens is None
     return slot | {
-        "id_task": run.request_id,
-        "params": settings_json(params, lora=lora),
+        "id_task": row.request,
+        "n_prompt_tokens": row.n_prompt,
+        "n_prompt_tokens_processed": row.n_prompt_done - row.n_cached,
+        "n_prompt_tokens_cache": row.n_cached,
+        "params": {**settings_json(row.params, lora=lora), "seed": row.seed},
         "next_token": [
             {
                 "has_next_token": True,
-                "has_new_line": False,
-                "n_remain": left,
-                "n_decoded": run.n_events,
+                "has_new_line": row.has_new_line,
+                "n_remain": -1 if unlimited else max(0, row.n_max - row.n_decoded),
+                "n_decoded": row.n_decoded,
             }
         ],
     }

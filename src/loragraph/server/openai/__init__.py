@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from loragraph.server.openai import chat, completions, models
+from loragraph.server.openai import chat, completions, embeddings, models
 
-routers: tuple[APIRouter, ...] = (chat.router, completions.router, models.router)
+routers: tuple[APIRouter, ...] = (chat.router, completions.router, embeddings.router, models.router)
 """What create_app includes."""

@@ -184,7 +184,7 @@ class _ChoiceDeltas:
             self._begun = True
             out.append(self._entry({"role": "assistant", "content": ""}))
         logprobs = self._chat.logprobs(events)
-        if delta or (logprobs and logprobs["content"]):
+        if delta or (logprobs and logprobs["content"]) or self._chat.body.return_token_ids:
             entry = self._entry(delta)
             entry["logprobs"] = logprobs
             if self._chat.body.return_token_ids:

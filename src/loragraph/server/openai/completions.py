@@ -153,7 +153,7 @@ class _ChoiceChunks:
         text = self._text + "".join(event.piece for event in events)
         self._text = ""
         reason = events[-1].finish_reason
-        if not text and reason is None and self._logprobs is None:
+        if not text and reason is None and self._logprobs is None and not self._ids:
             return None
         entry = {"index": self._index, "text": text, "logprobs": None, "finish_reason": reason}
         if self._logprobs is not None:
