@@ -96,6 +96,22 @@ def test_a_slider_changes_the_next_answer(page: Tab, served: Served) -> None:
     assert page.answer("alpha × 0.7") == expected(served, {"alpha": 0.7})
 
 
+def test_a_moving_slider_writes_the_address_once(page: Tab) -> None:
+    """Browsers limit how often an address changes, so it follows when the slider rests."""
+    page.page.evaluate(
+        "() => { window.n = 0; const own = history.replaceState.bind(history);"
+        " history.replaceState = (...a) => { window.n += 1; own(...a); }; }"
+    )
+    page.column("alpha").get_by_role("slider", name="Scale of alpha").focus()
+    for _ in range(40):
+        page.page.keyboard.press("ArrowRight")
+        page.page.keyboard.press("ArrowLeft")
+    page.page.keyboard.press("ArrowLeft")
+    page.page.wait_for_url(re.compile("alpha%3A0.95"))
+
+    assert page.page.evaluate("window.n") < 10
+
+
 def test_a_number_beyond_the_slider_counts(page: Tab, served: Served) -> None:
     """The field beside a slider takes any scale; what is no number leaves the last one."""
     number = page.page.get_by_label("Scale of alpha as a number").first

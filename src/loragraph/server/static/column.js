@@ -15,16 +15,16 @@ export class Column {
   #events = null;
   #frame = 0;
 
-  /** `isBase`: the column without adapters. `on`: changed(), pick(column), remove(column). */
+  /** `isBase`: the column without adapters. `on`: changed(moves), pick(column), remove(column). */
   constructor(isBase, on) {
     this.isBase = isBase;
     made += 1;
     const label = isBase ? "the base" : `column ${made}`;
     this.title = h("h3", { id: `column-${made}`, translate: "no" });
     this.bar = h("div", { class: "mixbar", "aria-hidden": "true" });
-    this.editor = new MixEditor(label, () => {
+    this.editor = new MixEditor(label, (moves) => {
       this.#name();
-      on.changed();
+      on.changed(moves);
     });
     this.turns = h("div", { class: "turns" });
     this.error = h("p", { class: "notice", role: "alert", hidden: true });

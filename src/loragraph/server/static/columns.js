@@ -7,6 +7,7 @@ import { ApiError, errorOf } from "./api.js";
 
 const MAX_COLUMNS = 32; // as many as the server takes at once
 const FIRST_MIXES = 3;
+const SAVE_MS = 250;
 
 /** "pirate:0.6,poem" to [["pirate", 0.6], ["poem", 1]]; names are percent-encoded. */
 export function parseMix(text) {
@@ -34,6 +35,7 @@ export class Columns {
   #columns = [];
   #run = null; // AbortController of the run at hand
   #started = false;
+  #saving = 0; // timer
 
   constructor(api, store, picker, settings) {
     this.#api = api;
@@ -80,7 +82,7 @@ export class Columns {
   add(mix) {
     if (this.#columns.length >= MAX_COLUMNS) return null;
     const column = new Column(false, {
-      changed: () => this.#save(),
+      changed: (moves) => (moves ? this.#saveSoon() : this.#save()),
       pick: (one) => this.#pick(one),
       remove: (one) => this.#remove(one),
     });
@@ -157,13 +159,24 @@ export class Columns {
     this.#save();
   }
 
+  /** A slider on the move changes mixes more often than browsers let the address change. */
+  #saveSoon() {
+    clearTimeout(this.#saving);
+    this.#saving = setTimeout(() => this.#save(), SAVE_MS);
+  }
+
   /** Keeps the mixes in the address: a reload, or a link, shows the same columns. */
   #save() {
-    const mixes = this.#columns.filter((column) => !column.isBase).map((column) => column.mix);
+    clearTimeout(this.#saving);
+    const mixes = this.#mixes();
     setText(byId("batch-note"), note(mixes.length));
     if (!this.#started) return;
-    const hash = mixes.map((mix) => `mix=${encodeURIComponent(formatMix(mix))}`).join("&");
-    history.replaceState(null, "", `#${hash || "base"}`);
+    const hash = `#${mixes.map((mix) => `mix=${encodeURIComponent(formatMix(mix))}`).join("&") || "base"}`;
+    if (location.hash !== hash) history.replaceState(null, "", hash);
+  }
+
+  #mixes() {
+    return this.#columns.filter((column) => !column.isBase).map((column) => column.mix);
   }
 }
 

@@ -17,6 +17,7 @@ export class MixEditor {
   #rows = new Map(); // name -> {scale, element, ...}
   #changed;
 
+  /** `changed` gets true while a scale is on the move, and nothing after an addition or removal. */
   constructor(label, changed) {
     this.#changed = changed;
     this.element = h("ul", { class: "mix", "aria-label": `Adapters of ${label}` });
@@ -104,7 +105,7 @@ export class MixEditor {
     if (from !== row.slider) row.slider.value = String(scale);
     row.number.removeAttribute("aria-invalid");
     this.#fill(row);
-    this.#changed();
+    this.#changed(true);
   }
 
   #typed(row) {
