@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,25 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_who_does_not_read_is_cut_off(served: Served) -> None:
+    """A client that takes nothing in holds nobody up: after the time for sending all is ended."""
+    request = {**mixed(), "max_tokens": 450, "logprobs": True, "top_logprobs": 20}  # much to send
+    data = json.dumps({"requests": [request] * MAX_REQUESTS}).encode()
+    with (
+        serving(served.folder, ServerConfig(send_timeout_s=0.5)) as one,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(one.url.rpartition(":")[2])))
+        head = f"POST /api/compare HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        client.sendall(head.encode() + data)
+        until(lambda: one.engine.stats().core.n_aborted > 0)
+        until(lambda: one.engine.stats().core.n_jobs == 0)
+
+        with one.client() as http:  # others are served
+            assert text(body(lines(http, [mixed(alpha=1.0)]), 0))
 
 
 def test_keys_and_ids_go_through(served: Served) -> None:
