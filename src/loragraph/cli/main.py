@@ -22,6 +22,7 @@ from loragraph.cli.models import models
 from loragraph.cli.plan import plan
 from loragraph.cli.resize import resize
 from loragraph.cli.run import run
+from loragraph.cli.serve import serve
 from loragraph.errors import BackendError, LoragraphError, OutputError
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command()(serve)
 app.command()(inspect)
 app.command()(models)
 app.command("convert")(convert_command)

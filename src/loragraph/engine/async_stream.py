@@ -137,6 +137,11 @@ class AsyncStream:
             pass
         return self._known_answer()
 
+    def stop(self) -> None:
+        """Ends the generation early; its last events and the result ("abort") are still to come."""
+        if not self._ended:
+            self._cancel()
+
     def close(self) -> None:
         """Cancels the request if it runs; never blocks; a second call does nothing."""
         if not self._ended:

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+GAP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Upper bounds, seconds, by which the gaps between a request's tokens are counted."""
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Gaps between tokens, by the first bound that they do not exceed; the last has none."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts one."""
+        self.counts[bisect_left(GAP_BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
 
 
 @dataclass(slots=True)

@@ -110,6 +110,12 @@ class Engine(EngineRequests, EngineAdapters):
             )
         )
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of "cells", of step "inputs" and of "compute" memory."""
+        self._check_open()
+        return self._thread.call(lambda: self._runner.nbytes)
+
     def sequences(self) -> tuple[SequenceRow, ...]:
         """The table of what runs and waits: a row for each choice that has not ended."""
         self._check_open()

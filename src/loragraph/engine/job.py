@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loragraph.engine.counters import Gaps
 from loragraph.engine.embedding import PooledStates
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.registry import Generation
@@ -46,6 +47,11 @@ class ChoiceState:
     prompt_done: bool = False
     last_token: float = 0.0  # when it came, on the engine's clock
 
+    @property
+    def seat(self) -> int:
+        """The last one it had; -1 before the first."""
+        return -1 if self.sequence is None else self.sequence.seat
+
     def add(self, token: int, logprob: TokenLogprob | None) -> None:
         """A token of the choice."""
         self.tokens.append(token)
@@ -69,11 +75,11 @@ class ChoiceState:
         self.pieces.append(piece)
         if not self.job.wants_events:
             return
+        reason, seat = self.finish_reason, self.seat
         if logprob is None:
-            event = Event(self.index, piece, token, self.finish_reason)
+            event = Event(self.index, piece, token, reason, seat=seat)
         else:
-            reason = self.finish_reason
-            event = Event(self.index, piece, token, reason, logprob.logprob, logprob.top)
+            event = Event(self.index, piece, token, reason, logprob.logprob, logprob.top, seat)
         self.job.sink(event)
 
     def result(self) -> Choice:
@@ -88,6 +94,7 @@ class ChoiceState:
             n_cached=0 if self.sequence is None else self.sequence.n_hit,
             stop_token=self.stop_token,
             logprobs=tuple(self.logprobs),
+            seat=self.seat,
         )
 
 
@@ -119,6 +126,7 @@ class Job:
     submitted: float = 0.0
     started: float | None = None
     first_token: float | None = None
+    gaps: Gaps = field(default_factory=Gaps)
     uses: tuple[AdapterUse, ...] = ()
     ended: bool = False
 
@@ -176,4 +184,5 @@ class Job:
     def _timings(self, now: float) -> RequestTimings:
         started = now if self.started is None else self.started
         first = now if self.first_token is None else self.first_token
-        return RequestTimings(started - self.submitted, first - started, now - first)
+        gaps = Gaps(list(self.gaps.counts), self.gaps.total_s)
+        return RequestTimings(started - self.submitted, first - started, now - first, gaps)

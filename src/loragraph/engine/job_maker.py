@@ -55,6 +55,8 @@ class JobMaker:
         if len(tokens) > most:
             raise ContextLengthError(
                 f"expected a prompt of at most {most} tokens, got {len(tokens)}",
+                n_prompt_tokens=len(tokens),
+                n_ctx=limit,
                 param="prompt",
                 hint="shorten the prompt or raise n_ctx",
             )

@@ -160,8 +160,10 @@ class Model:
     def chat_template(self) -> ChatTemplate | None:
         """The file's chat template, None where it has none. FormatError for one that is wrong."""
         source = self.vocab.chat_template()
-        if source is None:
-            return None
+        return None if source is None else self.compile_template(source)
+
+    def compile_template(self, source: str) -> ChatTemplate:
+        """Another template for this model; FormatError for one that is wrong."""
         return ChatTemplate(source, bos=self._text(self.vocab.bos), eos=self._text(self.vocab.eos))
 
     def chat_tokens(

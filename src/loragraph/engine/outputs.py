@@ -174,6 +174,7 @@ class StepOutputs:
         stats.n_tokens_max = max(stats.n_tokens_max, len(choice.sequence.tokens) + 1)
         if choice.tokens:
             stats.decode_s += now - choice.last_token
+            job.gaps.add(now - choice.last_token)
         choice.last_token = now
         if job.first_token is None:
             job.first_token = now

@@ -26,6 +26,7 @@ MAX_BREAKER_TOKENS = 1 << 14
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's default (common.h)."""
 
+_HUGE = 1e39  # more than any float32
 _GREEDY_BELOW = 1e-6  # a smaller temperature overflows, and leaves one candidate anyway
 
 
@@ -162,7 +163,8 @@ def bad_param(name: str, expected: str, got: object) -> InvalidRequestError:
 
 def _check_real(name: str, value: object, low: float, high: float) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (good and math.isfinite(value) and low <= value <= high):  # type: ignore[arg-type,operator]
+    # an integer may be too large for a float, so its size is asked first
+    if not (good and low <= value <= high and abs(value) < _HUGE):  # type: ignore[arg-type,operator]
         bounds = f"from {low:g} to {high:g}" if math.isfinite(low) else f"up to {high:g}"
         raise bad_param(name, f"a number {bounds}", value)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,9 @@ class AdapterHeader:
     rank_max: int
     n_targets: int
     invocation_tokens: tuple[int, ...] = ()
+    task_name: str = ""  # what its file says of itself
+    prompt_prefix: str = ""
+    coverage: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # see LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,13 @@ def check_name(name: object) -> None:
 def header_of(adapter: Adapter) -> AdapterHeader:
     """The header of an adapter that is in memory."""
     return AdapterHeader(
-        resident_bytes(adapter), adapter.rank_max, len(adapter.pairs), adapter.invocation_tokens
+        resident_bytes(adapter),
+        adapter.rank_max,
+        len(adapter.pairs),
+        adapter.invocation_tokens,
+        adapter.task_name,
+        adapter.prompt_prefix,
+        adapter.report.coverage,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.engine.counters import Gaps
 from loragraph.engine.generate import Prompt
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.params import SamplingParams
@@ -51,6 +52,7 @@ class Event:
     finish_reason: FinishReason | None = None
     logprob: float | None = None  # where the parameters ask for it
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
+    seat: int = field(default=-1, compare=False)  # where it runs, as in Engine.sequences()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Choice:
     n_cached: int  # prompt tokens found in the prefix tree
     stop_token: int | None = None  # the token that ended it
     logprobs: tuple[TokenLogprob, ...] = ()  # of each of `tokens`, where they were asked for
+    seat: int = field(default=-1, compare=False)  # where it ran; -1: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class RequestTimings:
     queued_s: float = 0.0  # from submission to admission
     prompt_s: float = 0.0  # from admission to the first token
     decode_s: float = 0.0  # from the first token to the end
+    gaps: Gaps = field(default_factory=Gaps)  # between the tokens of each choice
 
     @property
     def total_s(self) -> float:

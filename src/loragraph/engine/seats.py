@@ -19,7 +19,7 @@ class Seats:
 
     def take(self, sequence: Sequence) -> None:
         """It was admitted."""
-        self._of[sequence] = heapq.heappop(self._free)
+        sequence.seat = self._of[sequence] = heapq.heappop(self._free)
 
     def leave(self, sequence: Sequence) -> None:
         """It was preempted or has ended; does nothing for one that has no seat."""

@@ -53,6 +53,7 @@ class Sequence:
     n_computed: int = 0  # tokens that have cells in the path
     n_hit: int = 0  # prompt tokens found in the tree at the first admission
     n_preempted: int = 0
+    seat: int = -1  # its last one, see Seats
     rank: int = -1  # turn of its first admission: a lower one is older
     node: Node | None = None  # end of its path in the prefix tree
     cursor: Cursor = field(default_factory=Cursor)

@@ -35,6 +35,7 @@ class SequenceRow:
     params: SamplingParams
     seed: int
     age_s: float  # since its submission
+    has_new_line: bool = False  # in its text
 
 
 def sequence_row(
@@ -66,4 +67,5 @@ def sequence_row(
         params=choice.sampler.params,
         seed=choice.sampler.seed,
         age_s=now - job.submitted,
+        has_new_line=any("\n" in piece for piece in choice.pieces),
     )

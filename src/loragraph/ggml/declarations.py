@@ -313,6 +313,8 @@ bool llama_vocab_get_add_sep(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_pre(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_suf(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_mid(const struct llama_vocab *vocab);
+llama_token llama_vocab_fim_rep(const struct llama_vocab *vocab);
+llama_token llama_vocab_fim_sep(const struct llama_vocab *vocab);
 int32_t llama_tokenize(const struct llama_vocab *vocab, const char *text, int32_t text_len,
                        llama_token *tokens, int32_t n_tokens_max, bool add_special,
                        bool parse_special);

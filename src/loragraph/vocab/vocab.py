@@ -47,6 +47,11 @@ class Vocab(Handle):
         self.eot = self._special(lib.c.llama_vocab_eot)
         self.nl = self._special(lib.c.llama_vocab_nl)
         self.pad = self._special(lib.c.llama_vocab_pad)
+        self.fim_pre = self._special(lib.c.llama_vocab_fim_pre)  # fill in the middle
+        self.fim_suf = self._special(lib.c.llama_vocab_fim_suf)
+        self.fim_mid = self._special(lib.c.llama_vocab_fim_mid)
+        self.fim_rep = self._special(lib.c.llama_vocab_fim_rep)
+        self.fim_sep = self._special(lib.c.llama_vocab_fim_sep)
         self.add_bos = bool(lib.c.llama_vocab_get_add_bos(self._vocab))
         self.add_eos = bool(lib.c.llama_vocab_get_add_eos(self._vocab))
 
