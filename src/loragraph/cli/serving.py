@@ -9,8 +9,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -28,28 +29,33 @@ from loragraph.server.app import create_app
 from loragraph.server.config import ServerConfig
 from loragraph.server.state import ServerState
 
+_LAST_WORDS_S = 5
+"""Seconds for answers to leave once their requests have ended."""
+
 
 def run_server(plan: Plan, config: ServerConfig, console: Console) -> None:
     """Serves until a signal ends it. Raises what kept it from starting.
 
     It listens before it loads, so that /health can tell; what cannot be loaded ends it.
     """
-    sock = _bound_socket(plan.host, plan.port)
-    app = create_app(None, config)
-    server = _Server(plan, app)
-    opening = _Opening(plan, app, server, console)
-    scheme = "http" if plan.tls is None else "https"
-    host, port = sock.getsockname()[:2]
-    opening.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    opening.start()
-    try:
-        server.run([sock])
-    finally:
-        sock.close()
-        opening.close()
+    with _bound_socket(plan.host, plan.port) as sock:
+        app = create_app(None, config)
+        server = _Server(plan, app)
+        opening = _Opening(plan, app, server, console, _url(sock, plan))
+        server.on_late = opening.abort
+        opening.start()
+        try:
+            server.run([sock])
+        finally:
+            opening.close()
     if opening.error is not None:
         raise opening.error
+
+
+def _url(sock: socket.socket, plan: Plan) -> str:
+    scheme = "http" if plan.tls is None else "https"
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -60,21 +66,25 @@ class _Server(uvicorn.Server):
         self._state: ServerState = app.state.loragraph
         self._drain_timeout_s = plan.drain_timeout_s
         self._drains_until: float | None = None
+        self.on_late: Callable[[], None] = lambda: None  # to end what still runs
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        if self._drains_until is not None:
-            self.should_exit = self.force_exit = True
-            return
-        self._drains_until = time.monotonic() + self._drain_timeout_s
-        self._state.drain()
+        """The signal handler: the first drains, the second ends, a third does not even wait."""
+        if self._drains_until is None:
+            self._drains_until = time.monotonic() + self._drain_timeout_s
+            self._state.drain()
+        elif not self.should_exit:
+            self._drains_until = -1.0
+        else:
+            self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether to end."""
-        if self._drains_until is not None and (
-            not self._state.runs or time.monotonic() > self._drains_until
-        ):
-            self.should_exit = True
+        if self._drains_until is not None and not self.should_exit:
+            late = time.monotonic() > self._drains_until
+            self.should_exit = late or not self._state.runs
+            if late:
+                self.on_late()
         return await super().on_tick(counter)
 
     @contextmanager
@@ -95,26 +105,39 @@ class _Server(uvicorn.Server):
 class _Opening:
     """Loads model and adapters in a thread of its own, while the server already listens."""
 
-    def __init__(self, plan: Plan, app: FastAPI, server: _Server, console: Console) -> None:
+    def __init__(
+        self, plan: Plan, app: FastAPI, server: _Server, console: Console, url: str
+    ) -> None:
         self.error: LoragraphError | None = None
-        self.url = ""
+        self._url = url
         self._plan = plan
         self._state: ServerState = app.state.loragraph
         self._server = server
         self._console = console
         self._model: Model | None = None
         self._engine: Engine | None = None
+        self._aborting: threading.Thread | None = None
         self._thread = threading.Thread(target=self._main, name="loragraph-opening", daemon=True)
 
     def start(self) -> None:
         """Begins to load."""
         self._thread.start()
 
+    def abort(self) -> None:
+        """Has the requests that still run end with an error; does not wait for that."""
+        if self._engine is not None and self._aborting is None:
+            close = partial(self._engine.close, drain=False)
+            self._aborting = threading.Thread(target=close, name="loragraph-abort")
+            self._aborting.start()
+
     def close(self) -> None:
         """Frees what was loaded; requests that still run end."""
+        if self._server.force_exit and self._thread.is_alive():
+            return  # a load cannot be stopped, and the process ends anyway
         self._thread.join()
-        if self._engine is not None:
-            self._engine.close(drain=False)
+        self.abort()
+        if self._aborting is not None:
+            self._aborting.join()
         if self._model is not None:
             self._model.close()
 
@@ -147,7 +170,7 @@ class _Opening:
             engine.pin(name)
         self._state.ids.sync(one.name for one in plan.adapters)  # as on the command line
         self._state.opened(engine)
-        show_report(self._console, self._state, plan.engine_options, self.url)
+        show_report(self._console, self._state, plan.engine_options, self._url)
 
 
 def _load_model(console: Console, plan: Plan) -> Model:
@@ -167,12 +190,13 @@ def _load_model(console: Console, plan: Plan) -> Model:
 
 def _uvicorn_config(plan: Plan, app: FastAPI) -> uvicorn.Config:
     key, cert = plan.tls or (None, None)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(plan.drain_timeout_s)),
+        timeout_graceful_shutdown=_LAST_WORDS_S,
         timeout_keep_alive=65,
         ssl_keyfile=key,
         ssl_certfile=cert,

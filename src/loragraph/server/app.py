@@ -40,6 +40,7 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
         strict_content_type=False,
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
+        responses={key: {"model": errors.ErrorAnswer} for key in ("4XX", "5XX")},
     )
     app.state.loragraph = state
     errors.install(app)

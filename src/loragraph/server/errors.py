@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from loragraph.errors import (
@@ -51,6 +52,24 @@ _RETRY_AFTER = {"Retry-After": "1"}
 _MAX_MESSAGE = 2000
 # pydantic's names for members of a union: list[int], constrained-str, NamedTool, bool
 _UNION_MEMBER = re.compile(r"[\[(]|^(?:str|int|float|bool|dict|list|constrained-\w+|[A-Z]\w*)$")
+
+
+class ErrorBody(BaseModel):
+    """What is wrong; some errors have further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    code: int
+    type: str
+    message: str
+    param: str | None = None
+    reason: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error; for the OpenAPI document."""
+
+    error: ErrorBody
 
 
 class ApiError(HTTPException):
