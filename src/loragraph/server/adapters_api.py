@@ -137,6 +137,7 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
             param="base_model_name",
         )
     path = confined_path(state.config.adapter_dir, body.lora_path)
+    state.sidecars.check(path)
     old = engine.registry.current().get(name)
     if old is not None and not body.load_inplace:
         raise InvalidRequestError(
