@@ -17,6 +17,7 @@ from loragraph.server.json_keywords import (
     are_texts,
     bounds_of,
     kinds_of,
+    merged,
     only_type,
     refused,
     repeated,
