@@ -163,6 +163,25 @@ def test_leaving_only_the_loop_goes_on(engine: Engine) -> None:
     run(main())
 
 
+def test_events_left_unread_are_read_later(engine: Engine) -> None:
+    """Leaving the loop over events in the middle of what has come loses none."""
+
+    async def main() -> None:
+        async with await engine.asubmit(Request(PROMPT, params=GREEDY)) as stream:
+            await idle(engine)
+            found: list[Event] = []
+            for n in (1, 4):
+                async for event in stream:
+                    found.append(event)
+                    if len(found) >= n:
+                        break
+            async for events in stream.batches():
+                found += events
+            assert [one.token for one in found] == list(stream.result.tokens)
+
+    run(main())
+
+
 def test_what_is_wrong_raises_where_it_is_awaited(engine: Engine) -> None:
     """A wrong request at the submission, a deadline after the events before it."""
 
