@@ -97,8 +97,12 @@ def http_round(
     """The same over HTTP."""
     bodies = [
         {
-            "prompt": prompt, "lora": [{"name": name, "scale": 1.0}], "stream": True,
-            "temperature": 0, "n_predict": N_TOKENS, "ignore_eos": True,
+            "prompt": prompt,
+            "lora": [{"name": name, "scale": 1.0}],
+            "stream": True,
+            "temperature": 0,
+            "n_predict": N_TOKENS,
+            "ignore_eos": True,
         }
         for prompt, name in zip(prompts, names, strict=True)
     ]
@@ -212,8 +216,11 @@ def load(
     for name, slow in (("no slow readers", 0), (f"{n_slow} slow readers", n_slow)):
         phase = clients.ask(
             {
-                "do": "phase", "seconds": seconds / 2, "n_clients": n_clients,
-                "n_slow": slow, "leave_share": 0.25,
+                "do": "phase",
+                "seconds": seconds / 2,
+                "n_clients": n_clients,
+                "n_slow": slow,
+                "leave_share": 0.25,
             }
         )
         report.problems += phase.pop("wrong")

@@ -201,6 +201,35 @@ def test_long_pieces(lib: Library, write: Write) -> None:
         assert vocab.detokenize([]) == ""
 
 
+def test_close_during_another_threads_call(lib: Library, tiny_path: Path) -> None:
+    """While another thread is inside a call, close() is refused and frees nothing."""
+    vocab = Vocab.load(lib, tiny_path)
+    inside, leave = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with vocab._using():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(LifecycleError, match="another thread"):
+        vocab.close()
+    leave.set()
+    thread.join()
+    assert vocab.tokenize("a")
+    vocab.close()
+
+
+def test_close_after_an_interrupted_call(lib: Library, tiny_path: Path) -> None:
+    """Ctrl-C can end a call before it has left; the thread that it hit can still close."""
+    vocab = Vocab.load(lib, tiny_path)
+    interrupted = vocab._using()
+    interrupted.__enter__()
+    vocab.close()
+
+
 def test_closed_vocabulary_raises(lib: Library, tiny_path: Path) -> None:
     """Use after close is an error; closing twice is not."""
     vocab = Vocab.load(lib, tiny_path)

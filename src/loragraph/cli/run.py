@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from loragraph.adapters.adapter import Adapter
 from loragraph.cli import options
 from loragraph.cli.adapter_list import adapter_list
+from loragraph.cli.interrupt import held_interrupt
 from loragraph.cli.library import ggml_folder
 from loragraph.engine.context import Context
 from loragraph.engine.generate import Generation, Prompt
@@ -152,11 +153,12 @@ def _answer(
 
 
 def _generate(context: Context, prompt: Prompt, params: SamplingParams, shown: bool) -> Generation:
-    with context.stream(prompt, params) as stream:
+    with held_interrupt() as check_interrupt, context.stream(prompt, params) as stream:
         try:
             for event in stream:
                 if shown and event.piece:
                     typer.echo(event.piece, nl=False)
+                check_interrupt()
         finally:
             # An interrupted text ends its line too, before whatever follows on the terminal.
             if shown and sys.exc_info()[0] in (None, KeyboardInterrupt):

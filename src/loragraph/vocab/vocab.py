@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -36,7 +37,7 @@ class Vocab(Handle):
     def __init__(self, lib: Library, model: Any, metadata: VocabMetadata) -> None:
         super().__init__(lib, model, "vocabulary")
         self._lock = threading.Lock()
-        self._n_users = 0  # calls into libllama that are under way
+        self._users: Counter[int] = Counter()  # thread -> its calls into libllama under way
         self._vocab = lib.c.llama_model_get_vocab(model)
         self._chat_templates = dict(metadata.chat_templates)
         self._recurses = metadata.model == "gpt2" and metadata.pre not in LOOPS
@@ -172,9 +173,10 @@ class Vocab(Handle):
     @cached_property
     def piece_index(self) -> PieceIndex:
         """All pieces, sorted for matching against a grammar; made at the first call."""
-        return PieceIndex.build(self._pieces(), self.eog_tokens)
+        return PieceIndex.build(self.pieces(), self.eog_tokens)
 
-    def _pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes of every token, special ones too, in the order of their ids."""
         get, unpack = self.lib.c.llama_token_to_piece, self.lib.ffi.unpack
         size = 256
         buffer = self.lib.ffi.new("char[]", size)  # one for all: allocation is most of the cost
@@ -192,7 +194,9 @@ class Vocab(Handle):
     def close(self) -> None:
         """Frees it, once; LifecycleError while another thread is in one of the other methods."""
         with self._lock:
-            if self._n_users:
+            # This thread's own entry is what an interrupt left behind, since here it makes no call.
+            me = threading.get_ident()
+            if any(n_calls for thread, n_calls in self._users.items() if thread != me):
                 raise LifecycleError("the vocabulary was closed while another thread uses it")
             super().close()
 
@@ -201,12 +205,12 @@ class Vocab(Handle):
         """libllama's vocabulary, which close() does not free meanwhile."""
         with self._lock:
             _ = self.ptr  # raises after close
-            self._n_users += 1
+            self._users[threading.get_ident()] += 1
         try:
             yield self._vocab
         finally:
             with self._lock:
-                self._n_users -= 1
+                self._users -= Counter((threading.get_ident(),))  # drops what is zero
 
     def _tokenize(
         self, data: bytes, tokens: Any, capacity: int, add_special: bool, parse_special: bool
