@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -320,3 +321,30 @@ def test_two_adapters_of_one_name() -> None:
     """Refused, with what to do."""
     with pytest.raises(ConfigError, match="NAME=PATH"):
         served_adapters(["a/x.gguf", "b/x.gguf"], [], None)
+
+
+def test_the_access_log_is_appended_to(folder: Path, tmp_path: Path) -> None:
+    """A line of JSON for each request; what the file held stays."""
+    log = tmp_path / "access.jsonl"
+    log.write_text("before\n")
+    with serve(folder, "--access-log", str(log)) as process:
+        httpx.get(f"{process.url}/v1/models")
+        process.end(signal.SIGTERM)
+    first, line = log.read_text().splitlines()
+
+    assert first == "before"
+    assert json.loads(line)["path"] == "/v1/models"
+    assert "--access-log" in refused(folder, "base.gguf", "--access-log", str(tmp_path))
+
+
+def test_a_wrong_sidecar_of_a_given_adapter_keeps_it_from_starting(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It is named, as what is wrong with an adapter's file is."""
+    adapter = tmp_path / "alpha.gguf"
+    adapter.write_bytes((folder / "adapters" / "alpha.gguf").read_bytes())
+    (tmp_path / "alpha.toml").write_text("colour = 1")
+
+    assert "alpha.toml: colour" in refused(
+        folder, "base.gguf", "--lora", str(adapter), "--port", "0"
+    )

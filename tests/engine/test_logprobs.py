@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
@@ -132,6 +133,19 @@ def test_of_the_prompt(engine: Engine, max_tokens: int) -> None:
         assert result.n_cached == 0
         assert result.tokens == plain.tokens
         assert result.finish_reason == "length"
+
+
+def test_every_form_gives_those_of_the_prompt(engine: Engine) -> None:
+    """Whole, streamed, and in asyncio."""
+    expected = engine.run(Request(PROMPT, None, GREEDY, prompt_logprobs=1)).prompt_logprobs
+    with engine.stream(PROMPT, GREEDY, prompt_logprobs=1) as stream:
+        list(stream)
+    found = [
+        engine.generate(PROMPT, GREEDY, prompt_logprobs=1),
+        stream.result,
+        asyncio.run(engine.agenerate(PROMPT, params=GREEDY, prompt_logprobs=1)),
+    ]
+    assert [one.prompt_logprobs for one in found] == [expected] * 3
 
 
 def test_choices_share_the_prompts_logprobs(engine: Engine) -> None:

@@ -309,3 +309,55 @@ def test_wrong_values(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+def test_another_seed_is_a_new_sampler(both: Both) -> None:
+    """The same draws as one that was made with that seed, whatever the options."""
+    logits = rows(30)
+    for options in ({}, {"mirostat": 2}, {"xtc_probability": 0.5, "dry_multiplier": 1.0}):
+        params: dict[str, Any] = {**options, "repeat_penalty": 1.2, "temperature": 2.0}
+        params["grammar"] = "root ::= [^\\x00]*"
+        with (
+            Sampler(both.vocab, SamplingParams(**params, seed=1), PROMPT) as first,
+            first.with_seed(2) as second,
+            Sampler(both.vocab, SamplingParams(**params, seed=2), PROMPT) as expected,
+        ):
+            assert second.seed == second.params.seed == 2
+            for row in logits:
+                token = expected.sample(row)
+                assert second.sample(row) == token
+                expected.accept(token)
+                second.accept(token)
+
+
+def test_breakers_that_are_everywhere(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that occur in, or begin at the end of, too many tokens are refused."""
+    monkeypatch.setattr("loragraph.engine.repetition.MAX_BREAKER_TOKENS", 4)
+    for breakers, harm in ((("a",), True), (("abcdef",), True), (("<|im_end|>", "#"), False)):
+        params = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=breakers)
+        if harm:
+            with pytest.raises(InvalidRequestError, match="at most 4 tokens"):
+                Sampler(both.vocab, params)
+        else:
+            Sampler(both.vocab, params).close()
+
+
+def test_windows_end_with_the_context(both: Both) -> None:
+    """More tokens than a sequence can have are as good as all."""
+    logits = rows(40)
+    found = []
+    for last_n in (-1, 60, 1 << 16):
+        params = SamplingParams(
+            seed=1,
+            dry_multiplier=3.0,
+            dry_penalty_last_n=last_n,
+            repeat_last_n=last_n,
+            repeat_penalty=1.1,
+        )
+        with Sampler(both.vocab, params, PROMPT, n_ctx=60) as sampler:
+            tokens = []
+            for row in logits:
+                tokens.append(sampler.sample(row))
+                sampler.accept(tokens[-1])
+        found.append(tokens)
+    assert found[0] == found[1] == found[2]

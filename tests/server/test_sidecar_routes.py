@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -203,3 +204,25 @@ def test_a_wrong_sidecar_is_an_error_of_its_requests(
 def test_scale_0_needs_no_key(http: httpx.Client) -> None:
     """An adapter that is named but off is not used."""
     good(http, "/completion", {"prompt": "a", "n_predict": 1, "lora": [{"id": 1, "scale": 0}]})
+
+
+def test_an_adapter_with_a_wrong_sidecar_is_not_loaded(tmp_path: Path) -> None:
+    """POST /v1/load_lora_adapter refuses it, and the name goes on to mean what it meant."""
+    write_files(tmp_path)
+    folder = tmp_path / "adapters"
+    config = ServerConfig(adapter_dir=folder)
+    body = {"lora_name": "alpha", "lora_path": "beta.gguf", "load_inplace": True}
+    with serving(tmp_path, config) as served, served.client() as http:
+        (folder / "beta.toml").write_text("colour = 1")
+        before = served.engine.registry.resolve("alpha")
+        refused = http.post("/v1/load_lora_adapter", json=body)
+        unchanged = served.engine.registry.resolve("alpha")
+        (folder / "beta.toml").write_text("[sampling]\nmax_tokens = 2")
+        loaded = http.post("/v1/load_lora_adapter", json=body)
+        answer = good(http, "/completion", {"prompt": "a", "model": "alpha", "ignore_eos": True})
+
+    assert refused.status_code == 400
+    assert "beta.toml: colour" in refused.json()["error"]["message"]
+    assert unchanged is before
+    assert loaded.status_code == 200
+    assert answer["tokens_predicted"] == 2

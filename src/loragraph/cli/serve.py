@@ -56,6 +56,7 @@ def serve(
     slots: options.Slots = True,
     props: options.Props = False,
     page: options.Page = True,
+    access_log: options.AccessLog = None,
 ) -> None:
     """Serve BASE and adapters over HTTP: OpenAI's routes, llama-server's and vLLM's."""
     adapters = served_adapters(
@@ -100,6 +101,7 @@ def serve(
         port=port,
         tls=_tls(ssl_key_file, ssl_cert_file),
         drain_timeout_s=drain_timeout,
+        access_log=access_log,
     )
     from loragraph.cli.serving import run_server  # what it imports would slow all other commands
 

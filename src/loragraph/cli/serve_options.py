@@ -190,3 +190,12 @@ Metrics = Annotated[bool, _option(_ROUTES, "--metrics/--no-metrics", text="GET /
 Slots = Annotated[bool, _option(_ROUTES, "--slots/--no-slots", text="GET /slots.")]
 Props = Annotated[bool, _option(_ROUTES, "--props/--no-props", text="POST /props.")]
 Page = Annotated[bool, _option(_ROUTES, "--page/--no-page", text="The page at /.")]
+AccessLog = Annotated[
+    Path | None,
+    _option(
+        _ROUTES,
+        "--access-log",
+        text="Append a line of JSON for each request to this file; - for standard output.",
+        metavar="FILE",
+    ),
+]

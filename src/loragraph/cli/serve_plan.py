@@ -38,6 +38,7 @@ class Plan:
     port: int
     tls: tuple[Path, Path] | None  # key, certificate
     drain_timeout_s: float
+    access_log: Path | None = None  # -: standard output
 
 
 def served_adapters(

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from loragraph.cli.library import ggml_folder
+from loragraph.cli.serve_log import access_lines
 from loragraph.cli.serve_plan import Plan
 from loragraph.cli.serve_report import show_report
 from loragraph.engine.engine import Engine
@@ -38,7 +39,7 @@ def run_server(plan: Plan, config: ServerConfig, console: Console) -> None:
 
     It listens before it loads, so that /health can tell; what cannot be loaded ends it.
     """
-    with _bound_socket(plan.host, plan.port) as sock:
+    with access_lines(plan.access_log), _bound_socket(plan.host, plan.port) as sock:
         app = create_app(None, config)
         server = _Server(plan, app)
         opening = _Opening(plan, app, server, console, _url(sock, plan))
@@ -170,6 +171,8 @@ class _Opening:
             engine.pin(name)
         self._state.ids.sync(one.name for one in plan.adapters)  # as on the command line
         self._state.opened(engine)
+        for one in plan.adapters:  # what is wrong with a sidecar is known at once too
+            self._state.sidecars.of(engine.registry.resolve(one.name))
         show_report(self._console, self._state, plan.engine_options, self._url)
 
 

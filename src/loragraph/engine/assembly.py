@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Literal
 
@@ -21,6 +21,12 @@ from loragraph.graph.lowrank.branch import BranchLowering
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
 from loragraph.graph.lowrank.stacked import StackedLowering
+from loragraph.graph.products import (
+    GgmlProducts,
+    GraphProducts,
+    KernelProducts,
+    product_layouts,
+)
 
 LoweringName = Literal["routed", "branch", "stacked"]
 AttentionName = Literal["flash", "plain", "cells"]
@@ -58,7 +64,10 @@ def make_runner(
         cache = KvCache(lib, hparams, n_cells, type_, v_transposed=attention.v_transposed)
         made.callback(cache.close)
         n_tensors = len(model.weights.by_name)
-        runner = Runner(model.family, n_tensors, cache, attention, lowering, backend, n_batch)
+        products = _make_products(model, lowering_name)
+        runner = Runner(
+            model.family, n_tensors, cache, attention, lowering, backend, n_batch, products
+        )
         made.pop_all()
     return lowering, runner
 
@@ -84,6 +93,14 @@ def _make_attention(
         return FlashAttention()
     hparams = model.hparams
     return PlainAttention(frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer)))
+
+
+def _make_products(model: Model, lowering: LoweringName) -> Callable[[], GraphProducts]:
+    """The branch lowering is llama.cpp's mechanism to the bit, so its products are ggml's."""
+    layouts = {}
+    if lowering != "branch":
+        layouts = product_layouts(model.weights.by_name.values(), model.weights.files)
+    return (lambda: KernelProducts(layouts)) if layouts else GgmlProducts
 
 
 def _make_lowering(model: Model, name: LoweringName, n_batch: int, n_slots: int) -> Lowering:

@@ -42,7 +42,9 @@ def dry(vocab: Vocab, params: SamplingParams, last_n: int) -> Chain:
     libllama looks through the whole vocabulary once for each sequence breaker.
     """
     ffi = vocab.lib.ffi
-    texts = [ffi.new("char[]", text.encode()) for text in params.dry_sequence_breakers]
+    texts = [
+        ffi.new("char[]", text.encode()) for text in dict.fromkeys(params.dry_sequence_breakers)
+    ]
     breakers = ffi.new("const char *[]", texts or 1)
     ptr = vocab.lib.c.llama_sampler_init_dry(
         vocab.vocab_ptr,

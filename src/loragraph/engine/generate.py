@@ -142,7 +142,7 @@ class GenerationStream:
         self._timings = Timings(n_prompt=len(self._prompt))
         self._finish_reason: FinishReason | None = None
         self._busy = threading.Lock()
-        self._sampler = Sampler(self._vocab, params, self._prompt)
+        self._sampler = Sampler(self._vocab, params, self._prompt, context.n_ctx)
         # A stream that is merely dropped, as by `break`, must not leak libllama's samplers.
         self._release = weakref.finalize(self, self._sampler.close)
         self._release.atexit = False

@@ -100,12 +100,10 @@ class JobMaker:
 
     def _add_choices(self, job: Job, params: SamplingParams, n: int) -> None:
         """Choice i draws with seed + i."""
-        vocab = self._model.vocab
-        first = Sampler(vocab, params, job.tokens)
+        first = Sampler(self._model.vocab, params, job.tokens, self._limit)
         job.choices.append(ChoiceState(job, 0, first, TextStream(params.stop)))
         for index in range(1, n):
-            own = replace(params, seed=(first.seed + index) % 2**32)
-            sampler = Sampler(vocab, own, job.tokens)
+            sampler = first.with_seed((first.seed + index) % 2**32)
             job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
 
     def _prompt(self, request: Request) -> list[int]:

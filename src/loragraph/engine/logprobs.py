@@ -38,8 +38,10 @@ def token_logprobs(
     totals = _totals(logits[: len(tokens)])
     found = []
     for row, total, token, k in zip(logits, totals, tokens, n_top, strict=False):
-        best = ranked(row, k) if k else ()
-        top = tuple((int(one), float(row[one] - total)) for one in best)
+        top: tuple[tuple[int, float], ...] = ()
+        if k:
+            best = ranked(row, k)
+            top = tuple(zip(best.tolist(), (row[best] - total).tolist(), strict=True))
         found.append(TokenLogprob(token, float(row[token] - total), top))
     return found
 

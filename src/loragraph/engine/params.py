@@ -16,9 +16,12 @@ MAX_LAST_N = 1 << 16
 MAX_LOGPROBS = 128
 """Most likely tokens whose log-probabilities can be asked for, at each place."""
 
-MAX_BREAKERS = 64
+MAX_BREAKERS = 16
 MAX_BREAKER_BYTES = 40
 """Bytes of a sequence breaker in UTF-8: libllama cuts longer ones (MAX_CHAR_LEN)."""
+
+MAX_BREAKER_TOKENS = 1 << 14
+"""Tokens that the sequence breakers may occur in, or begin in: each takes memory in libllama."""
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's default (common.h)."""

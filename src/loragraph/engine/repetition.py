@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,12 @@ from numpy.typing import NDArray
 from loragraph.engine import chain
 from loragraph.engine.candidates import Candidates
 from loragraph.engine.chain import Chain
-from loragraph.engine.params import MAX_LAST_N, SamplingParams
+from loragraph.engine.params import (
+    DRY_BREAKERS,
+    MAX_BREAKER_TOKENS,
+    SamplingParams,
+    bad_param,
+)
 from loragraph.vocab.vocab import Vocab
 
 
@@ -24,15 +30,20 @@ class Repetition:
         self._parts = parts
 
     @classmethod
-    def of(cls, vocab: Vocab, params: SamplingParams) -> Repetition | None:
-        """None where the parameters ask for neither. With mirostat llama.cpp does without them."""
+    def of(cls, vocab: Vocab, params: SamplingParams, n_ctx: int) -> Repetition | None:
+        """None where the parameters ask for neither. With mirostat llama.cpp does without them.
+
+        `n_ctx`: the most tokens that the sequence can have. InvalidRequestError for sequence
+        breakers that occur in too many tokens.
+        """
         parts = []
-        if params.penalises and not params.mirostat:
-            last_n = _window(params.repeat_last_n)
-            parts.append(_Windowed(chain.penalties(vocab, params, last_n), last_n))
         if params.dry and not params.mirostat:
-            last_n = _window(params.dry_penalty_last_n)
+            _check_breakers(vocab, params.dry_sequence_breakers)
+            last_n = _window(params.dry_penalty_last_n, n_ctx)
             parts.append(_Windowed(chain.dry(vocab, params, last_n), last_n))
+        if params.penalises and not params.mirostat:
+            last_n = _window(params.repeat_last_n, n_ctx)
+            parts.insert(0, _Windowed(chain.penalties(vocab, params, last_n), last_n))
         return cls(parts) if parts else None
 
     def accept(self, token: int) -> None:
@@ -105,5 +116,26 @@ class _Windowed:
         return other
 
 
-def _window(last_n: int) -> int:
-    return MAX_LAST_N if last_n < 0 else last_n
+def _window(last_n: int, n_ctx: int) -> int:
+    return n_ctx if last_n < 0 else min(last_n, n_ctx)
+
+
+def _check_breakers(vocab: Vocab, breakers: Sequence[str]) -> None:
+    """libllama notes every token that a breaker occurs in, or whose end it begins with.
+
+    A letter occurs in half of a vocabulary: a sampler would take many megabytes.
+    """
+    if breakers == DRY_BREAKERS:
+        return
+    texts = [text.encode() for text in breakers]
+    beginnings = [tuple(text[:n] for n in range(1, len(text))) for text in texts]
+    n_found = 0
+    for piece in vocab.pieces():
+        for text, parts in zip(texts, beginnings, strict=True):
+            n_found += text in piece or piece.endswith(parts)
+    if n_found > MAX_BREAKER_TOKENS:
+        raise bad_param(
+            "dry_sequence_breakers",
+            f"texts that occur in at most {MAX_BREAKER_TOKENS} tokens together",
+            n_found,
+        )

@@ -33,6 +33,7 @@ class EngineRequests(ABC):
         deadline_s: float | None = None,
         cache_salt: str = "",
         chat: bool = False,
+        prompt_logprobs: int | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Result:
         """Generates to the end. `prompt`: a text, token ids or chat messages.
@@ -42,7 +43,9 @@ class EngineRequests(ABC):
         and what failed in the engine.
         """
         chosen = sampling_params(params, fields)
-        request = Request(prompt, adapters, chosen, n, cache_salt, deadline_s, chat)
+        request = Request(
+            prompt, adapters, chosen, n, cache_salt, deadline_s, chat, prompt_logprobs
+        )
         return self.run(request)
 
     def run(self, request: Request) -> Result:
@@ -64,6 +67,7 @@ class EngineRequests(ABC):
         deadline_s: float | None = None,
         cache_salt: str = "",
         chat: bool = False,
+        prompt_logprobs: int | None = None,
         **fields: Unpack[SamplingFields],
     ) -> EngineStream:
         """An iterator of events; closing it, or leaving its `with`, cancels the request.
@@ -72,7 +76,10 @@ class EngineRequests(ABC):
         is read.
         """
         chosen = sampling_params(params, fields)
-        return self.open(Request(prompt, adapters, chosen, n, cache_salt, deadline_s, chat))
+        request = Request(
+            prompt, adapters, chosen, n, cache_salt, deadline_s, chat, prompt_logprobs
+        )
+        return self.open(request)
 
     def open(self, request: Request) -> EngineStream:
         """A stream of a request's events; see stream()."""
@@ -176,7 +183,7 @@ class EngineRequests(ABC):
 
 def _request(prompt: Prompt, options: dict[str, Any]) -> Request:
     """A request from the keyword arguments of generate()."""
-    names = ("adapters", "n", "cache_salt", "deadline_s", "chat")
+    names = ("adapters", "n", "cache_salt", "deadline_s", "chat", "prompt_logprobs")
     own = {name: options.pop(name) for name in names if name in options}
     params: SamplingParams | None = options.pop("params", None)
     return Request(prompt, params=sampling_params(params, options), **own)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from loragraph.graph.builder import Builder
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
+from loragraph.graph.products import GgmlProducts, GraphProducts
 
 MAX_GRAPHS = 16
 """Kept graphs; each holds about half a kilobyte a node, and none holds compute memory."""
@@ -66,8 +67,9 @@ class KeptGraph:
     graph: Any
     logits: Tensor  # F32 [n_vocab, n_logits]; of no meaning where no output has logits
     state: Tensor | None  # F32 [n_embd, n_outputs]; None where no output gives its state
-    lowering: GraphLowering  # these two keep the custom nodes' structs alive
+    lowering: GraphLowering  # these three keep the custom nodes' structs alive
     attention: AttentionGraph
+    products: GraphProducts
     n_nodes: int
     plan: Any = field(init=False)  # making one walks the whole graph
     values: NDArray[np.float32] = field(init=False)  # (n_logits, n_vocab) f32, the logits' memory
@@ -86,10 +88,11 @@ class Runner:
         lowering: Lowering,
         backend: CpuBackend,
         n_batch: int,
+        products: Callable[[], GraphProducts] = GgmlProducts,
     ) -> None:
         """Takes cache, lowering and backend over, unless it raises.
 
-        `n_tensors` of the base sets the node budget.
+        `n_tensors` of the base sets the node budget; `products` makes a graph's base products.
         """
         self.counters = Counters()
         self._family = family
@@ -98,6 +101,7 @@ class Runner:
         self._attention = attention
         self._lowering = lowering
         self._backend = backend
+        self._products = products
         self._lib = backend.lib
         self._graphs: OrderedDict[ShapeKey, KeptGraph] = OrderedDict()
         self.states: NDArray[np.float32] = np.empty((0, 0), np.float32)
@@ -205,6 +209,7 @@ class Runner:
                 self.drop_graphs()  # their addresses are dead
             graph.lowering.bind()
             graph.attention.bind()
+            graph.products.bind()
         except BaseException:
             self.drop_graphs()
             graph.ctx.close()
@@ -219,6 +224,7 @@ class Runner:
             graph = self._lib.c.ggml_new_graph_custom(ctx.ptr, n_nodes, False)
             lowering = self._lowering.begin(batch)
             attention = self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv)
+            products = self._products()
             builder = Builder(
                 ctx,
                 graph,
@@ -228,6 +234,7 @@ class Runner:
                 positions=self._inputs.tensor(ctx, "positions", n_tokens),
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
                 n_states=batch.n_states,
+                products=products,
             )
             logits = self._family.build(builder)
             for output in (builder.state, logits):
@@ -238,7 +245,7 @@ class Runner:
             ctx.close()
             raise
         n_made = self._lib.c.ggml_graph_n_nodes(graph)
-        return KeptGraph(ctx, graph, logits, builder.state, lowering, attention, n_made)
+        return KeptGraph(ctx, graph, logits, builder.state, lowering, attention, products, n_made)
 
     def _write(self, batch: Batch, n_kv: int) -> None:
         """Writes every input of the step: what stays unwritten would be the last step's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,7 @@ from loragraph.engine import chain
 from loragraph.engine.candidates import Candidates, ranked
 from loragraph.engine.chain import Chain
 from loragraph.engine.grammar import GrammarMatcher
-from loragraph.engine.params import SamplingParams, bad_param
+from loragraph.engine.params import MAX_LAST_N, SamplingParams, bad_param
 from loragraph.engine.repetition import Repetition
 from loragraph.errors import BackendError, InvalidRequestError
 from loragraph.vocab.vocab import Vocab
@@ -33,10 +34,16 @@ class Sampler:
     """One sequence's sampler; close() frees its libllama parts. `vocab` must outlive it.
 
     `seed` is the one in use, drawn where the parameters have none. Penalties and DRY look at the
-    tokens of `prompt` (n_prompt,) too, as llama-server's do.
+    tokens of `prompt` (n_prompt,) too, as llama-server's do, and at `n_ctx` tokens at most.
     """
 
-    def __init__(self, vocab: Vocab, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        vocab: Vocab,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        n_ctx: int = MAX_LAST_N,
+    ) -> None:
         self.params = params
         self.seed = secrets.randbelow(2**32 - 1) if params.seed is None else params.seed
         self._vocab = vocab
@@ -50,7 +57,7 @@ class Sampler:
         self._grammar = (
             None if params.grammar is None else GrammarMatcher.parse(vocab, params.grammar)
         )
-        self._repetition = Repetition.of(vocab, params)
+        self._repetition = Repetition.of(vocab, params, n_ctx)
         draws = not params.greedy
         self._filters = chain.filters(vocab, params, self.seed) if draws else None
         sigma = draws and params.top_n_sigma > 0 and not params.mirostat
@@ -117,6 +124,19 @@ class Sampler:
         other._repetition = self._repetition.clone() if self._repetition is not None else None
         other._filters = self._filters.clone() if self._filters is not None else None
         other._sigma = self._sigma.clone() if self._sigma is not None else None
+        return other
+
+    def with_seed(self, seed: int) -> Sampler:
+        """One that draws with another seed, from the beginning. Cheaper than to make a new one.
+
+        Only of a sampler that has accepted no token yet.
+        """
+        assert not self._n_accepted, "a sampler in use has no beginning"
+        other = self.clone()
+        other.params, other.seed = replace(self.params, seed=seed), seed
+        if other._filters is not None:
+            other._filters.close()
+            other._filters = chain.filters(self._vocab, other.params, seed)
         return other
 
     def close(self) -> None:

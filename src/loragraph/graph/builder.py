@@ -13,6 +13,7 @@ from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Ops, Rope
 from loragraph.graph.attention.base import AttentionGraph
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
+from loragraph.graph.products import GgmlProducts, GraphProducts
 from loragraph.model.weights import Weight
 
 
@@ -30,9 +31,11 @@ class Builder:
         positions: Tensor,
         out_ids: Tensor,
         n_states: int = 0,
+        products: GraphProducts | None = None,
     ) -> None:
         """The last `n_states` of the outputs give their state, and no logits are computed there."""
         self.ops = Ops(ctx)
+        self._products = products or GgmlProducts()
         self._graph = graph
         self._lowering = lowering
         self._attention = attention
@@ -57,7 +60,7 @@ class Builder:
                 return x  # in place of logits that nobody reads
             x = self.ops.view(x, (x.ne[0], n_logits), (int(x.ptr.nb[1]),))
             self._rows = RowSet.LOGITS
-        y = self.ops.mul_mat(w.tensor, x)
+        y = self._products.mul_mat(self.ops, w, x)
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)
         y = self._lowering.linear(self.ops, w, x, y, self._rows)

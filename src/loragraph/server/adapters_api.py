@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from loragraph.server.state import ServerState, State
 
 router = api_router(tags=["adapters"], dependencies=[Admin])
 
+_MAX_CHANGES = 4
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
@@ -74,7 +75,7 @@ async def unload_adapter_sglang(body: NameBody, state: State) -> JSONResponse:
 @router.post("/v1/pin_lora_adapter")
 async def pin_adapter(body: NameBody, state: State) -> JSONResponse:
     """Loads an adapter and keeps it in memory; 503 where there is no room."""
-    with _changing(state, body.lora_name):
+    async with _changing(state, body.lora_name):
         await asyncio.to_thread(state.engine.pin, body.lora_name)
     return JSONResponse({"success": True})
 
@@ -82,7 +83,7 @@ async def pin_adapter(body: NameBody, state: State) -> JSONResponse:
 @router.post("/v1/unpin_lora_adapter")
 async def unpin_adapter(body: NameBody, state: State) -> JSONResponse:
     """Lets a pinned adapter be dropped."""
-    with _changing(state, body.lora_name):
+    async with _changing(state, body.lora_name):
         await asyncio.to_thread(state.engine.unpin, body.lora_name)
     return JSONResponse({"success": True})
 
@@ -120,7 +121,7 @@ def confined_path(folder: Path | None, given: str) -> Path:
 
 
 async def _load(state: ServerState, body: LoadBody) -> None:
-    with _changing(state, body.lora_name):
+    async with _changing(state, body.lora_name):
         # Goes on to its end should the client leave, so that the name is never half loaded.
         await asyncio.shield(asyncio.to_thread(load_confined, state, body))
 
@@ -137,6 +138,7 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
             param="base_model_name",
         )
     path = confined_path(state.config.adapter_dir, body.lora_path)
+    state.sidecars.check(path)
     old = engine.registry.current().get(name)
     if old is not None and not body.load_inplace:
         raise InvalidRequestError(
@@ -156,20 +158,22 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
 
 
 async def _unload(state: ServerState, body: NameBody) -> None:
-    with _changing(state, body.lora_name):
+    async with _changing(state, body.lora_name):
         await asyncio.to_thread(state.engine.unload_adapter, body.lora_name)
         state.forget_adapter(body.lora_name)
 
 
-@contextmanager
-def _changing(state: ServerState, name: str) -> Iterator[None]:
-    """One change of a name at a time; 409 for a second. On the event loop."""
+@asynccontextmanager
+async def _changing(state: ServerState, name: str) -> AsyncIterator[None]:
+    """One change of a name at a time; 409 for a second. Few at once, as each holds a thread."""
     names: set[str] = state.extra.setdefault("changing", set())
     if name in names:
         raise ApiError(409, f"another request is changing {name!r}", param="lora_name")
     names.add(name)
+    places: asyncio.Semaphore = state.extra.setdefault("changes", asyncio.Semaphore(_MAX_CHANGES))
     try:
-        yield
+        async with places:
+            yield
     finally:
         names.discard(name)
 

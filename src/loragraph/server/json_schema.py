@@ -11,35 +11,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from loragraph.errors import InvalidRequestError
+from loragraph.server.json_keywords import (
+    ANNOTATIONS,
+    BY_TYPE,
+    are_texts,
+    bounds_of,
+    kinds_of,
+    merged,
+    only_type,
+    refused,
+    repeated,
+    types_of,
+)
 from loragraph.server.json_numbers import integer_rule
 from loragraph.server.json_pattern import ANY_CHAR, literal, pattern_rule
 
 MAX_NODES = 2000
 MAX_DEPTH = 48
-MAX_ITEMS = 2000
 MAX_VALUES = 1000
 MAX_GRAMMAR = 1 << 18
 
-_ANNOTATIONS = frozenset(
-    (
-        *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description"),
-        *("default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
-        *("discriminator", "strict", "format", "contentMediaType", "contentEncoding", "nullable"),
-    )
-)
-_BY_TYPE = {
-    "object": (
-        *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
-    ),
-    "array": ("items", "prefixItems", "minItems", "maxItems"),
-    "string": ("minLength", "maxLength", "pattern"),
-    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-    "number": ("minimum", "exclusiveMinimum"),
-    "boolean": (),
-    "null": (),
-}
-_TYPES = tuple(_BY_TYPE)
 _ALL = ("type", "$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 _PRIMITIVES = {
@@ -93,7 +84,7 @@ class _Converter:
         self._rules["root"] = f'" "? {top}'
         text = "\n".join(f"{name} ::= {body}" for name, body in self._rules.items())
         if len(text) > MAX_GRAMMAR:
-            raise _refused(f"its grammar takes more than {MAX_GRAMMAR} characters")
+            raise refused(f"its grammar takes more than {MAX_GRAMMAR} characters")
         return text
 
     def _visit(self, schema: Any) -> str:
@@ -101,13 +92,13 @@ class _Converter:
         self._n_nodes += 1
         self._depth += 1
         if self._n_nodes > MAX_NODES:
-            raise _refused(f"expected at most {MAX_NODES} parts, got more")
+            raise refused(f"expected at most {MAX_NODES} parts, got more")
         if self._depth > MAX_DEPTH:
-            raise _refused(f"expected at most {MAX_DEPTH} levels, got more")
+            raise refused(f"expected at most {MAX_DEPTH} levels, got more")
         if schema is True or schema == {}:
             rule = self._need("value")
         elif not isinstance(schema, dict):
-            raise _refused(f"expected an object, got {schema!r:.60}")
+            raise refused(f"expected an object, got {schema!r:.60}")
         else:
             rule = self._object(schema)
         self._depth -= 1
@@ -116,12 +107,12 @@ class _Converter:
     def _object(self, schema: dict[str, Any]) -> str:
         unknown = sorted(
             set(schema)
-            - _ANNOTATIONS
+            - ANNOTATIONS
             - set(_ALL)
-            - {key for keys in _BY_TYPE.values() for key in keys}
+            - {key for keys in BY_TYPE.values() for key in keys}
         )
         if unknown:
-            raise _refused(f"the keyword {unknown[0]!r:.60} is not supported")
+            raise refused(f"the keyword {unknown[0]!r:.60} is not supported")
         if "$ref" in schema:
             return self._reference(schema)
         if "const" in schema or "enum" in schema:
@@ -129,13 +120,13 @@ class _Converter:
         for keyword in ("allOf", "anyOf", "oneOf"):
             if keyword in schema:
                 return self._combined(schema, keyword)
-        kinds = _types(schema)
+        kinds = types_of(schema)
         if len(kinds) > 1:
             rest = {key: value for key, value in schema.items() if key != "type"}
-            return self._union([self._visit(_only(rest, kind)) for kind in kinds])
+            return self._union([self._visit(only_type(rest, kind)) for kind in kinds])
         kind = kinds[0]
         stray = sorted(
-            set(schema) - _ANNOTATIONS - {"type", *_BY_TYPE[kind]} if "type" in schema else ()
+            set(schema) - ANNOTATIONS - {"type", *BY_TYPE[kind]} if "type" in schema else ()
         )
         # A keyword of another type says nothing about this one.
         schema = {key: value for key, value in schema.items() if key not in stray}
@@ -152,17 +143,17 @@ class _Converter:
 
     def _reference(self, schema: dict[str, Any]) -> str:
         ref = schema["$ref"]
-        others = set(schema) - _ANNOTATIONS - {"$ref"}
+        others = set(schema) - ANNOTATIONS - {"$ref"}
         if others:
-            raise _refused(f"{min(others)!r} beside '$ref' is not supported")
+            raise refused(f"{min(others)!r} beside '$ref' is not supported")
         if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
-            raise _refused(f"expected a '$ref' into this schema (#/...), got {ref!r:.80}")
+            raise refused(f"expected a '$ref' into this schema (#/...), got {ref!r:.80}")
         known = self._by_ref.get(ref)
         if known is None:
             known = self._by_ref[ref] = f"ref-{len(self._by_ref)}"
             self._rules[known] = self._visit(self._target(ref))
             if self._rules[known] == known:
-                raise _refused(f"{ref!r:.80} refers to itself alone")
+                raise refused(f"{ref!r:.80} refers to itself alone")
         return known
 
     def _target(self, ref: str) -> Any:
@@ -174,48 +165,48 @@ class _Converter:
             elif isinstance(target, dict) and key in target:
                 target = target[key]
             else:
-                raise _refused(f"{ref!r:.80} refers to nothing")
+                raise refused(f"{ref!r:.80} refers to nothing")
         return target
 
     def _values(self, schema: dict[str, Any]) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if not isinstance(values, list) or not 0 < len(values) <= MAX_VALUES:
-            raise _refused(f"enum: expected 1 to {MAX_VALUES} values")
+            raise refused(f"enum: expected 1 to {MAX_VALUES} values")
         if "const" in schema and "enum" in schema and values[0] not in schema["enum"]:
-            raise _refused("'const' is not among 'enum'")
+            raise refused("'const' is not among 'enum'")
         if "type" in schema:
-            kinds = _types(schema)
-            values = [value for value in values if _kind(value) & set(kinds)]
+            kinds = types_of(schema)
+            values = [value for value in values if kinds_of(value) & set(kinds)]
         if not values:
-            raise _refused("no value of 'enum' has the type")
+            raise refused("no value of 'enum' has the type")
         texts = [json.dumps(value, ensure_ascii=False) for value in values]
         return self._new(" | ".join(dict.fromkeys(map(literal, texts))))
 
     def _combined(self, schema: dict[str, Any], keyword: str) -> str:
         parts = schema[keyword]
         if not isinstance(parts, list) or not 0 < len(parts) <= MAX_VALUES:
-            raise _refused(f"{keyword}: expected a list of schemas")
+            raise refused(f"{keyword}: expected a list of schemas")
         rest = {key: value for key, value in schema.items() if key != keyword}
-        if not set(rest) - _ANNOTATIONS:
+        if not set(rest) - ANNOTATIONS:
             rest = {}
         if keyword == "allOf":
-            merged: Any = rest
+            whole: Any = rest
             for part in parts:
-                merged = _merged(merged, self._followed(part))
-            return self._visit(merged)
+                whole = merged(whole, self._followed(part))
+            return self._visit(whole)
         if not rest:
             return self._union([self._visit(part) for part in parts])
-        return self._union([self._visit(_merged(rest, self._followed(part))) for part in parts])
+        return self._union([self._visit(merged(rest, self._followed(part))) for part in parts])
 
     def _followed(self, schema: Any) -> Any:
         """What a schema that is only a reference refers to."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            if set(schema) - _ANNOTATIONS - {"$ref"} or not isinstance(schema["$ref"], str):
+            if set(schema) - ANNOTATIONS - {"$ref"} or not isinstance(schema["$ref"], str):
                 return schema  # refused where it is visited
             schema = self._target(schema["$ref"])
-        raise _refused("references go round in a circle")
+        raise refused("references go round in a circle")
 
     def _union(self, rules: Sequence[str]) -> str:
         return rules[0] if len(rules) == 1 else self._new(" | ".join(dict.fromkeys(rules)))
@@ -225,26 +216,26 @@ class _Converter:
     def _members(self, schema: dict[str, Any]) -> str:
         properties = schema.get("properties", {})
         required = schema.get("required", [])
-        if not isinstance(properties, dict) or not _are_texts(required):
-            raise _refused("'properties' or 'required' has a wrong type")
+        if not isinstance(properties, dict) or not are_texts(required):
+            raise refused("'properties' or 'required' has a wrong type")
         extra = schema.get("additionalProperties", True)
-        least, most = _bounds(schema, "minProperties", "maxProperties")
+        least, most = bounds_of(schema, "minProperties", "maxProperties")
         if not properties and not required:
             if extra is False:
                 return self._at_least(least, 0, self._new('"{" ws "}"'))
             if extra is True and (least, most) == (0, None):
                 return self._need("object")
             pair = self._new(f'{self._need("string")} ws ":" ws {self._visit(extra)}')
-            return self._new(f'"{{" ws {_repeated(pair, least, most)} ws "}}"')
+            return self._new(f'"{{" ws {repeated(pair, least, most)} ws "}}"')
         for name in required:
             if name not in properties:
                 # The last word on a property that is required, but described nowhere.
                 if extra is False:
-                    raise _refused(f"{name!r:.60} is required, and not allowed")
+                    raise refused(f"{name!r:.60} is required, and not allowed")
                 properties = {**properties, name: extra}
         most = len(properties) if most is None else most
         if most < len(properties) or least > len(set(required)):
-            raise _refused("'minProperties' and 'maxProperties' are not supported beside these")
+            raise refused("'minProperties' and 'maxProperties' are not supported beside these")
         return self._new(f'"{{" ws {self._pairs(properties, set(required))}"}}"')
 
     def _pairs(self, properties: dict[str, Any], required: set[str]) -> str:
@@ -272,17 +263,17 @@ class _Converter:
     def _items(self, schema: dict[str, Any]) -> str:
         prefix = schema.get("prefixItems", [])
         items = schema.get("items", not prefix)
-        least, most = _bounds(schema, "minItems", "maxItems")
+        least, most = bounds_of(schema, "minItems", "maxItems")
         if isinstance(items, list):  # the older word for prefixItems
             prefix, items = items, False
         if not isinstance(prefix, list) or len(prefix) > MAX_VALUES:
-            raise _refused("'prefixItems' has a wrong type")
+            raise refused("'prefixItems' has a wrong type")
         if not prefix:
             if items is False:
                 return self._at_least(least, 0, self._new('"[" ws "]"'))
-            return self._new(f'"[" ws {_repeated(self._visit(items), least, most)} ws "]"')
+            return self._new(f'"[" ws {repeated(self._visit(items), least, most)} ws "]"')
         if not (most is None or most >= len(prefix)) or (items is False and least > len(prefix)):
-            raise _refused("'minItems' and 'maxItems' are not supported beside these")
+            raise refused("'minItems' and 'maxItems' are not supported beside these")
         body = ' ws "," ws '.join(self._visit(item) for item in prefix)
         if items is not False and (items is not True or least > len(prefix)):
             item = self._visit(items)
@@ -292,7 +283,7 @@ class _Converter:
         return self._new(f'"[" ws {body} ws "]"')
 
     def _text(self, schema: dict[str, Any]) -> str:
-        least, most = _bounds(schema, "minLength", "maxLength")
+        least, most = bounds_of(schema, "minLength", "maxLength")
         pattern = schema.get("pattern", _FORMATS.get(str(schema.get("format"))))
         if pattern is None and (least, most) == (0, None):
             return self._need("string")
@@ -301,9 +292,9 @@ class _Converter:
             high = "" if most is None else most
             return self._new(f'"\\"" {ANY_CHAR}{{{least},{high}}} "\\""')
         if not isinstance(pattern, str):
-            raise _refused("'pattern' has a wrong type")
+            raise refused("'pattern' has a wrong type")
         if (least, most) != (0, None):
-            raise _refused("a length beside 'pattern' or 'format' is not supported")
+            raise refused("a length beside 'pattern' or 'format' is not supported")
         return self._new(pattern_rule(pattern))
 
     def _integer(self, schema: dict[str, Any]) -> str:
@@ -311,7 +302,7 @@ class _Converter:
         for keyword, step in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
             bound = schema.get(keyword)
             if isinstance(bound, bool):
-                raise _refused(f"{keyword!r} has a wrong type")
+                raise refused(f"{keyword!r} has a wrong type")
             if bound is not None and step > 0:
                 low = max(bound + 1, bound + 1 if low is None else low)
             elif bound is not None:
@@ -322,17 +313,17 @@ class _Converter:
         return self._new(integer_rule(low, high))
 
     def _number(self, schema: dict[str, Any]) -> str:
-        bounds = {key: schema[key] for key in _BY_TYPE["number"] if key in schema}
+        bounds = {key: schema[key] for key in BY_TYPE["number"] if key in schema}
         if not bounds:
             return self._need("number")
         if bounds != {"minimum": 0}:
-            raise _refused("bounds of numbers other than 'minimum': 0 are not supported")
+            raise refused("bounds of numbers other than 'minimum': 0 are not supported")
         self._need("number")
         return self._new("digits fraction")
 
     def _at_least(self, least: int, got: int, rule: str) -> str:
         if least > got:
-            raise _refused(f"at least {least} are wanted, and none allowed")
+            raise refused(f"at least {least} are wanted, and none allowed")
         return rule
 
     # -- rules -------------------------------------------------------------------------------------
@@ -355,88 +346,6 @@ class _Converter:
         return name
 
 
-def _types(schema: Mapping[str, Any]) -> list[str]:
-    """The types that a schema allows; one without `type`: those that its keywords speak of."""
-    kinds = schema.get("type")
-    if kinds is None:
-        found = [kind for kind, keys in _BY_TYPE.items() if set(keys) & set(schema)]
-        if "number" in found and "integer" in found:
-            found = ["number"]
-        if len(found) != 1:
-            raise _refused("expected a 'type'")
-        return found
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list) or not kinds or not all(kind in _TYPES for kind in kinds):
-        raise _refused(f"expected a type of {', '.join(_TYPES)}, got {schema['type']!r:.60}")
-    if schema.get("nullable") is True and "null" not in kinds:
-        kinds = [*kinds, "null"]
-    return list(dict.fromkeys(kinds))
-
-
-def _only(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """A schema for one of its types."""
-    keep = {"format", *_BY_TYPE[kind]}
-    return {"type": kind, **{key: value for key, value in schema.items() if key in keep}}
-
-
-def _kind(value: Any) -> set[str]:
-    """The types that a value has."""
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return {"integer", "number"}
-    names = {float: "number", str: "string", list: "array", dict: "object"}
-    return {names[type(value)]}
-
-
-def _merged(one: Any, other: Any) -> Any:
-    """A schema that both allow; refused where that takes more than laying them together."""
-    if one is True or one == {}:
-        return other
-    if other is True or other == {}:
-        return one
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        raise _refused("'allOf' of these is not supported")
-    out = dict(one)
-    for key, value in other.items():
-        if key not in out or out[key] == value or key in _ANNOTATIONS:
-            out[key] = value
-        elif key == "properties" and isinstance(value, dict) and isinstance(out[key], dict):
-            out[key] = dict(out[key])
-            for name, schema in value.items():
-                out[key][name] = _merged(out[key].get(name, True), schema)
-        elif key == "required" and _are_texts(value) and _are_texts(out[key]):
-            out[key] = list(dict.fromkeys([*out[key], *value]))
-        else:
-            raise _refused(f"two unlike {key!r:.40} in one schema are not supported")
-    return out
-
-
-def _bounds(schema: Mapping[str, Any], low: str, high: str) -> tuple[int, int | None]:
-    least, most = schema.get(low, 0), schema.get(high)
-    for key, value in ((low, least), (high, 0 if most is None else most)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ITEMS:
-            raise _refused(f"{key!r}: expected 0 to {MAX_ITEMS}, got {value!r:.40}")
-    if most is not None and most < least:
-        raise _refused(f"{low!r} is above {high!r}")
-    return least, most
-
-
-def _repeated(item: str, least: int, most: int | None) -> str:
-    """`least` to `most` items with commas between."""
-    if most == 0:
-        return ""
-    low, high = max(0, least - 1), "" if most is None else most - 1
-    body = f'{item} (ws "," ws {item}){{{low},{high}}}'
-    return body if least else f"({body})?"
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
 def _words(body: str) -> Iterator[str]:
     word = ""
     for char in body + " ":
@@ -445,7 +354,3 @@ def _words(body: str) -> Iterator[str]:
         else:
             yield word
             word = ""
-
-
-def _refused(why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"JSON schema: {why}", param="json_schema")

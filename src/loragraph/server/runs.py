@@ -107,7 +107,7 @@ class Run:
 
 async def finish_all(runs: Sequence[Run]) -> list[Result]:
     """The results of several runs; see do_all()."""
-    return await do_all(runs, Run.finish)
+    return await do_all(runs, lambda run: run.finish())
 
 
 async def do_all(runs: Sequence[Run], work: Callable[[Run], Awaitable[T]]) -> list[T]:

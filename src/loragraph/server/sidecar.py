@@ -163,6 +163,10 @@ class Sidecars:
                 self._kept.popitem(last=False)
         return read
 
+    def check(self, path: Path) -> None:
+        """FormatError where the sidecar of an adapter that is to be loaded is wrong."""
+        read_defaults(path, AdapterHeader(0, 0, 0), self._compile)
+
     def for_mix(self, generations: Iterable[Generation], key: str | None) -> Defaults:
         """The defaults of a mix, for the bearer of `key`.
 

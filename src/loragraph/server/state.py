@@ -107,7 +107,8 @@ class ServerState:
         """The engine is ready."""
         with self._lock:
             self._engine = engine
-            self._phase = Phase.READY
+            if self._phase is Phase.LOADING:  # it may be told to end while it loads
+                self._phase = Phase.READY
         self.sync_ids()
 
     def drain(self) -> None:

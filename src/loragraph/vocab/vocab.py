@@ -173,9 +173,10 @@ class Vocab(Handle):
     @cached_property
     def piece_index(self) -> PieceIndex:
         """All pieces, sorted for matching against a grammar; made at the first call."""
-        return PieceIndex.build(self._pieces(), self.eog_tokens)
+        return PieceIndex.build(self.pieces(), self.eog_tokens)
 
-    def _pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes of every token, special ones too, in the order of their ids."""
         get, unpack = self.lib.c.llama_token_to_piece, self.lib.ffi.unpack
         size = 256
         buffer = self.lib.ffi.new("char[]", size)  # one for all: allocation is most of the cost

@@ -23,7 +23,7 @@ from loragraph.server.routing import api_router
 from loragraph.server.runs import Run, own_json, usage_json, while_connected
 from loragraph.server.sampling import sampling_params
 from loragraph.server.state import ServerState, State
-from loragraph.server.tools import Parsed, ToolParser, control_texts, parser_for
+from loragraph.server.tools import Parsed, ToolCall, ToolParser, control_texts, parser_for
 
 router = api_router(tags=["openai"])
 
@@ -42,6 +42,10 @@ class _Chat:
     def head(self) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return head("chatcmpl", kind, self.run.request_id, self.run.mix.model)
+
+    def allowed(self, calls: list[ToolCall], n_before: int = 0) -> list[ToolCall]:
+        """The calls that the request wants of those written; `n_before` were given out already."""
+        return calls[: 1 - n_before] if self.body.parallel_tool_calls is False else calls
 
     def logprobs(self, events: Iterable[Event]) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -66,6 +70,10 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
     body.check()
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs: only with 'logprobs': true", param="top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "log-probabilities of the prompt are not supported in a stream", param="stream"
+        )
     mix = mix_of(state, body, key)
     prompt = chat_prompt(state, mix, body)
     grammar = grammar_of(body)
@@ -129,7 +137,7 @@ def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
         parsed = _parsed(chat, chat.new_parser(), choice)
         message["content"] = parsed.text or None
         if parsed.calls:
-            message["tool_calls"] = [call.to_json() for call in parsed.calls]
+            message["tool_calls"] = [call.to_json() for call in chat.allowed(parsed.calls)]
             reason = "tool_calls"
         elif message["content"] is None:
             message["content"] = ""
@@ -198,7 +206,7 @@ class _ChoiceDeltas:
     def _delta(self, events: list[Event]) -> dict[str, Any]:
         parsed = [self._feed(event) for event in events]
         text = "".join(one.text for one in parsed)
-        calls = [call for one in parsed for call in one.calls]
+        calls = self._chat.allowed([call for one in parsed for call in one.calls], self._n_calls)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [
