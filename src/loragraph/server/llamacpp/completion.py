@@ -243,10 +243,14 @@ class _Stream:
         run, asked = self._made[number]
         chunks = []
         for event in events:
-            if not event.piece and self._ends(event, asked.params):
-                continue  # no text, and no token of the text
             index = number * run.request.n + event.index
-            count = self._counts[index] = self._counts.get(index, 0) + 1
+            count = self._counts.get(index, 0)
+            if self._ends(event, asked.params):  # not a token of the text
+                if not event.piece:
+                    continue
+                event = replace(event, token=None)
+            else:
+                count = self._counts[index] = count + 1
             chunks.append(chunk_json(asked, event, index, self._vocab, count))
         return chunks
 
