@@ -119,11 +119,14 @@ class EngineAdapters(ABC):
     def adapters(self) -> tuple[AdapterRow, ...]:
         """The table of adapters, by name."""
         self._check_open()
-        names = self.registry.names()
+        current = self.registry.current()
+        files = {
+            name: None if name in current else self.registry.path_in_dir(name)
+            for name in self.registry.names()
+        }
+        core = self._core
         return self._thread.call(
-            lambda: tuple(
-                adapter_rows(self.registry, self._core.residency.pool, self._core.holds, names)
-            )
+            lambda: tuple(adapter_rows(self.registry, core.residency.pool, core.holds, files))
         )
 
     def _wait_for(self, hold: Hold) -> None:

@@ -47,9 +47,10 @@ class Holds:
         else:
             self._loading[hold] = None
 
-    def is_pinned(self, generation: Generation) -> bool:
-        """Whether some pin keeps it in memory."""
-        return any(hold.generation is generation for hold in self._pins)
+    @property
+    def pinned(self) -> frozenset[Generation]:
+        """What is pinned now."""
+        return frozenset(hold.generation for hold in self._pins)
 
     def unpin(self, generation: Generation) -> None:
         """Takes the pins of a generation back; it may be dropped once nobody uses it."""

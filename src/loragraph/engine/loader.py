@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.gguf import memory_of, read_header
+from loragraph.adapters.report import coverage
 from loragraph.engine.model import Model
 from loragraph.engine.options import memory_errors
 from loragraph.engine.registry import AdapterHeader, Generation, LoadOptions
@@ -43,6 +44,7 @@ class AdapterLoader:
             draft.invocation_tokens,
             draft.task_name,
             draft.prompt_prefix,
+            coverage(draft.pairs, self._model.base_info),
         )
 
     def start(self, generation: Generation) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class AdapterHeader:
     invocation_tokens: tuple[int, ...] = ()
     task_name: str = ""  # what its file says of itself
     prompt_prefix: str = ""
+    coverage: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # see LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,7 @@ def header_of(adapter: Adapter) -> AdapterHeader:
         adapter.invocation_tokens,
         adapter.task_name,
         adapter.prompt_prefix,
+        adapter.report.coverage,
     )
 
 

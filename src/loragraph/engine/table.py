@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,19 +40,23 @@ class AdapterRow:
     n_users: int  # requests and pins that hold it
     n_targets: int | None = None
     pinned: bool = False
+    coverage: Mapping[str, tuple[int, int]] | None = None  # of its header, as in a LoadReport
     report: LoadReport | None = None  # of the last load: coverage, ranks, scales, warnings
     counts: LoadCounts = field(default_factory=LoadCounts)
 
 
 def adapter_rows(
-    registry: Registry, pool: Pool[Generation], holds: Holds, names: Sequence[str]
+    registry: Registry, pool: Pool[Generation], holds: Holds, files: Mapping[str, Path | None]
 ) -> Iterator[AdapterRow]:
-    """The table's rows for these names; on the thread that owns the pool."""
+    """The table's rows for these names; on the thread that owns the pool, which reads no folder.
+
+    `files`: where a name of the folder has its file, for those that nobody asked for yet.
+    """
     current = registry.current()
-    for name in names:
+    pinned = holds.pinned
+    for name, path in files.items():
         generation = current.get(name)
         if generation is None:
-            path = registry.path_in_dir(name)
             yield AdapterRow(name, None, path, None, State.ABSENT, None, None, False, 0)
             continue
         yield AdapterRow(
@@ -66,7 +70,8 @@ def adapter_rows(
             bool(generation.header.invocation_tokens),
             pool.n_users(generation),
             generation.header.n_targets,
-            holds.is_pinned(generation),
+            generation in pinned,
+            generation.header.coverage,
             generation.report,
             replace(generation.counts),
         )

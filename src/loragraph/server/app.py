@@ -48,7 +48,7 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
         app.include_router(router)
     metrics.install(app, state)
     if config.with_page:
-        app.include_router(page.router)
+        page.install(app, state)
     app.add_middleware(Gate, config=config)
     if config.cors_origins:  # outside of the gate, so that its refusals can be read too
         app.add_middleware(
