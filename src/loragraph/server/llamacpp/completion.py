@@ -269,5 +269,6 @@ class _Stream:
         """Whether the event is that of a token which ends a generation, or of none."""
         if event.token is None:
             return True
-        ends = self._vocab.is_eog(event.token) or event.token in params.stop_token_ids
-        return event.finish_reason == "stop" and ends
+        if event.finish_reason != "stop":
+            return False
+        return event.token in self._vocab.eog_tokens or event.token in params.stop_token_ids
