@@ -109,7 +109,7 @@ def test_slow_readers_do_not_slow_others(served: Served) -> None:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
-        data = json.dumps(body_of(PATHS[0], stream=True, logprobs=20)).encode()
+        data = json.dumps(body_of(PATHS[0], stream=True, logprobs=100, max_tokens=1200)).encode()
         head = f"POST {PATHS[0]} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
         sock.sendall(head.encode() + data)
         slow.append(sock)
