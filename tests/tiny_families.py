@@ -169,6 +169,15 @@ class TinyGranite(TinyModel):
         return keys if self.finetuned is None else keys | {"rope.scaling.finetuned": self.finetuned}
 
 
+@dataclass(frozen=True)
+class TinySmolLM3(TinyModel):
+    """The fourth of its layers has no positions."""
+
+    n_layer: int = 5
+
+    arch = "smollm3"
+
+
 TINY_FAMILIES: Mapping[str, type[TinyModel]] = {
     family.arch: family
     for family in (
@@ -180,6 +189,7 @@ TINY_FAMILIES: Mapping[str, type[TinyModel]] = {
         TinyGemma3,
         TinyPhi3,
         TinyGranite,
+        TinySmolLM3,
     )
 }
 """Each family's tiny model; a test compares the names with the registry's."""
@@ -223,6 +233,8 @@ VARIANTS: Mapping[str, TinyModel] = {
     "granite, no scales": TinyGranite(embedding_scale=0, residual_scale=0, attention_scale=0),
     "granite, no positions": TinyGranite(finetuned=False, fused_qkv=True),
     "granite, factors": TinyGranite(finetuned=True, rope_freqs=True),
+    "smollm3": TinySmolLM3(),
+    "smollm3, tied, yarn": TinySmolLM3(tied=True, rope_scaling="yarn"),
 }
 """Every family with its optional parts on and off, all with windows and scaling that 200 tokens
 cross."""

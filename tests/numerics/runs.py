@@ -12,6 +12,7 @@ import numpy.typing as npt
 from loragraph.adapters.adapter import Adapter
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
+from loragraph.kernels.product import products_supported
 from tests.oracle.libllama import Libllama
 
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -40,6 +41,11 @@ def random_tokens(n: int, n_vocab: int = 320, seed: int = 3) -> list[int]:
     """`n` ordinary token ids of a tiny model."""
     ids: list[int] = np.random.default_rng(seed).integers(3, n_vocab, n).tolist()
     return ids
+
+
+def same_base(lowering: LoweringName, weight_type: str) -> bool:
+    """Whether a base's products have ggml's bits; our own of Q8_0 sum in another order."""
+    return lowering == "branch" or weight_type != "Q8_0" or not products_supported()
 
 
 def open_context(model: Model, mode: Mode = EXACT, **options: Any) -> Context:

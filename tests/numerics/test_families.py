@@ -24,6 +24,7 @@ from tests.numerics.runs import (
     open_context,
     random_tokens,
     run,
+    same_base,
 )
 from tests.reference.adapter import AdapterArrays
 from tests.reference.family import ReferenceFamily
@@ -41,9 +42,9 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     # Allowed NMSE for silu, gelu, and gelu with 46 layers and more: measured (AVX-512), then about
     # tripled. gelu is a table of F16 values on the CPU, so there a difference in the last bit of an
     # activation can become one of 2^-11.
-    "exact": (1e-12, 1e-8, 1e-6),
-    "default": (1e-9, 1e-7, 1.5e-5),
-    "float64": (1e-12, 4e-7, 8e-6),  # whose gelu is no table
+    "exact": (2e-12, 1e-8, 1e-6),
+    "default": (5e-9, 1e-7, 1.5e-5),
+    "float64": (3e-12, 4e-7, 8e-6),  # whose gelu is no table
 }
 
 
@@ -139,7 +140,7 @@ def test_runtime_is_merged(lowering: LoweringName, arch: str, tmp_path: Path) ->
 TYPES: dict[str, tuple[float, float]] = {
     # NMSE to libllama where sums run in another order, for all families and with gelu; measured,
     # then about tripled. A base that rounds its activations flips roundings.
-    "F16": (2e-7, 3e-7),
+    "F16": (6e-7, 6e-7),
     "Q8_0": (1e-4, 2e-4),
     "Q4_K": (3e-4, 3e-4),
 }
@@ -158,6 +159,7 @@ def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None
     for lowering in LOWERINGS:
         actual = loragraph_logits(files.base, files.adapters, CASES, tokens, lowering=lowering)
         for scales in CASES:
-            same_order = not any(scales) or (lowering == "branch" and not scales[1])
+            one = lowering == "branch" and not scales[1]
+            same_order = one or (not any(scales) and same_base(lowering, type))
             allowed = 0 if same_order else TYPES[type][arch.startswith("gemma")]
             assert nmse(actual[scales], expected[scales]) <= allowed, (lowering, scales)

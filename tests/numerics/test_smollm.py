@@ -23,6 +23,7 @@ from tests.numerics.runs import (
     loragraph_logits,
     open_context,
     run,
+    same_base,
 )
 from tests.oracle.libllama import Libllama
 from tests.reference.merge import merge
@@ -54,8 +55,11 @@ def test_the_q4_1_base_is_as_near_to_peft_as_libllama(name: str) -> None:
         actual = loragraph_logits(
             base, paths, [scales], tokens, DEFAULT, lowering=lowering, n_threads=2
         )[scales]
-        same_order = not scales or (lowering == "branch" and len(scales) == 1)
-        assert nmse(actual, expected) <= (0 if same_order else 1e-2)
+        same_order = lowering == "branch" and len(scales) < 2
+        # The head is Q8_0, and nothing follows it whose rounding could flip.
+        head = 0 if same_base(lowering, "Q8_0") else 1e-12
+        bound = 0 if same_order else 1e-2 if scales else head
+        assert nmse(actual, expected) <= bound
         ours, theirs = (_golden_errors([rows], name)[0] for rows in (actual, expected))
         assert ours <= NO_WORSE * theirs, lowering
 

@@ -167,7 +167,10 @@ def _ropes(
     local = replace(rope, freq_base=base)
     if arch == "gemma3":
         local = replace(local, scaling="none")
-    return tuple(local if window else rope for window in windows)
+    ropes: list[Rope | None] = [local if window else rope for window in windows]
+    if arch == "smollm3":
+        ropes[3::4] = [None] * len(ropes[3::4])
+    return tuple(ropes)
 
 
 def _softcap(x: Float, most: float) -> Float:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from loragraph.cli.inspect import inspect
+from loragraph.cli.models import models
 from loragraph.cli.run import run
 from loragraph.errors import BackendError, LoragraphError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(inspect)
+app.command()(models)
 
 # Click's base of all usage errors; typer has a copy of click and does not export this class.
 _ClickError: Any = typer.BadParameter.__mro__[2]

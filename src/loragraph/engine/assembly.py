@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Literal
 
@@ -22,6 +22,12 @@ from loragraph.graph.lowrank.branch import BranchLowering
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
 from loragraph.graph.lowrank.stacked import StackedLowering
+from loragraph.graph.products import (
+    GgmlProducts,
+    GraphProducts,
+    KernelProducts,
+    product_layouts,
+)
 
 LoweringName = Literal["routed", "branch", "stacked"]
 AttentionName = Literal["flash", "plain", "cells"]
@@ -79,6 +85,7 @@ def make_runner(
             backend,
             n_batch,
             n_ctx_sequence,
+            _make_products(model, lowering_name),
         )
         made.pop_all()
     return lowering, runner
@@ -111,6 +118,14 @@ def _make_attention(
     hparams = model.hparams
     widths = frozenset(hparams.n_embd_v(il) for il in range(hparams.n_layer)) - {0}
     return PlainAttention(widths, windows)
+
+
+def _make_products(model: Model, lowering: LoweringName) -> Callable[[], GraphProducts]:
+    """The branch lowering is llama.cpp's mechanism to the bit, so its products are ggml's."""
+    layouts = {}
+    if lowering != "branch":
+        layouts = product_layouts(model.weights.by_name.values(), model.weights.files)
+    return (lambda: KernelProducts(layouts)) if layouts else GgmlProducts
 
 
 def _make_lowering(model: Model, name: LoweringName, n_batch: int, n_slots: int) -> Lowering:

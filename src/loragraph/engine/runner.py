@@ -28,6 +28,7 @@ from loragraph.graph.expert_cache import ExpertCache, WholeStacks
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
+from loragraph.graph.products import GgmlProducts, GraphProducts
 
 MAX_GRAPHS = 16
 """Kept graphs; each holds about half a kilobyte a node, and none holds compute memory."""
@@ -67,6 +68,7 @@ class KeptGraph:
     logits: Tensor  # F32 [n_vocab, n_outputs]
     lowering: GraphLowering  # these three keep the custom nodes' structs alive
     attention: AttentionGraph
+    products: GraphProducts
     experts: ExpertCache
     n_nodes: int
     plan: Any = field(init=False)  # making one walks the whole graph
@@ -86,12 +88,13 @@ class Runner:
         backend: CpuBackend,
         n_batch: int,
         n_ctx: int,
+        products: Callable[[], GraphProducts] = GgmlProducts,
         experts: Callable[[], ExpertCache] = WholeStacks,
     ) -> None:
         """Takes cache, lowering and backend over, unless it raises.
 
-        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence. `experts`
-        gives a new graph what its base products of experts read.
+        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence;
+        `products` makes a graph's base products, `experts` what those of experts read.
         """
         self.counters = Counters()
         self._family = family
@@ -102,6 +105,7 @@ class Runner:
         self._attention = attention
         self._lowering = lowering
         self._backend = backend
+        self._products = products
         self._lib = backend.lib
         self._graphs: OrderedDict[ShapeKey, KeptGraph] = OrderedDict()
         own = {name: InputSpec(I32, n_batch) for name in ("tokens", "positions", "out_ids")}
@@ -197,6 +201,7 @@ class Runner:
                 self.drop_graphs()  # their addresses are dead
             graph.lowering.bind()
             graph.attention.bind()
+            graph.products.bind()
             graph.experts.bind()
         except BaseException:
             self.drop_graphs()
@@ -212,6 +217,7 @@ class Runner:
             graph = self._lib.c.ggml_new_graph_custom(ctx.ptr, n_nodes, False)
             lowering = self._lowering.begin(batch)
             attention = self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv)
+            products = self._products()
             experts = self._experts()
             builder = Builder(
                 ctx,
@@ -222,6 +228,7 @@ class Runner:
                 positions=self._inputs.tensor(ctx, "positions", n_tokens),
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
                 n_ctx=self._n_ctx,
+                products=products,
                 experts=experts,
             )
             logits = self._family.build(builder)
@@ -231,7 +238,7 @@ class Runner:
             ctx.close()
             raise
         n_made = self._lib.c.ggml_graph_n_nodes(graph)
-        return KeptGraph(ctx, graph, logits, lowering, attention, experts, n_made)
+        return KeptGraph(ctx, graph, logits, lowering, attention, products, experts, n_made)
 
     def _expert_nodes(self) -> int:
         """Nodes that add up what a token's experts gave: a view and a sum each."""

@@ -14,7 +14,9 @@ from loragraph.ggml.routing_ops import RoutingOps
 from loragraph.graph.attention.base import AttentionGraph, Form
 from loragraph.graph.expert_cache import ExpertCache, WholeStacks
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
-from loragraph.model.weights import Rotation, Weight
+from loragraph.graph.products import GgmlProducts, GraphProducts
+from loragraph.model.rotations import Rotation
+from loragraph.model.weights import Weight
 
 
 class Builder:
@@ -31,11 +33,13 @@ class Builder:
         positions: Tensor,
         out_ids: Tensor,
         n_ctx: int = 0,
+        products: GraphProducts | None = None,
         experts: ExpertCache | None = None,
     ) -> None:
         """`n_ctx` is the room of one sequence: a few rotations depend on it. `experts` is where
         the base products of experts read their matrices."""
         self.ops = RoutingOps(ctx)
+        self._products = products or GgmlProducts()
         self._graph = graph
         self._lowering = lowering
         self._experts = experts or WholeStacks()
@@ -60,7 +64,7 @@ class Builder:
 
         The base product of a folded weight reads the rotated x, the low-rank part the plain one.
         """
-        y = self.ops.mul_mat(w.tensor, self._rotated(w, x))
+        y = self._products.mul_mat(self.ops, w, self._rotated(w, x))
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)
         y = self._lowering.linear(self.ops, w, x, y, self._rows)

@@ -22,9 +22,11 @@ SOURCES = (
     "attention_avx2.c",
     "attention_avx512.c",
     "attention_neon.c",
+    "product.c",
+    "product_vnni.c",
     "strings.c",
 )
-HEADERS = ("lowrank.h", "attention.h", "strings.h")
+HEADERS = ("lowrank.h", "attention.h", "product.h", "strings.h")
 
 
 def declarations(header: Path) -> str:

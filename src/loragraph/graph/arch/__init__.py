@@ -19,6 +19,7 @@ from loragraph.graph.arch.qwen2 import Qwen2
 from loragraph.graph.arch.qwen2moe import Qwen2MoE
 from loragraph.graph.arch.qwen3 import Qwen3
 from loragraph.graph.arch.qwen3moe import Qwen3MoE
+from loragraph.graph.arch.smollm3 import SmolLM3
 
 __all__ = ["FAMILIES", "REFUSED", "About", "Family", "family_of"]
 
@@ -36,6 +37,7 @@ FAMILIES: Mapping[str, type[Family]] = {
     "qwen2moe": Qwen2MoE,
     "qwen3": Qwen3,
     "qwen3moe": Qwen3MoE,
+    "smollm3": SmolLM3,
 }
 
 REFUSED: Mapping[str, str] = {

@@ -17,7 +17,8 @@ class About:
     """A family in words, for `loragraph models`: nothing else states it."""
 
     models: str  # whose models these are
-    real: tuple[str, ...] = ()  # real models that scripts compared with libllama
+    real: tuple[str, ...] = ()  # real models compared with libllama (scripts/bench real)
+    synthetic: str = "libllama, float64"  # what tests compare its tiny random models with
     unsupported: tuple[str, ...] = ()  # variants that are refused, or what of them is left out
 
 

@@ -1,0 +1,79 @@
+"""The native product nodes: base weights times many rows, in int8 (product.h).
+
+In: addresses of x, w and y. Out: addresses (`function`, `userdata`) for custom nodes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from loragraph.kernels.library import CustomNode, ffi, lib
+
+COLUMNS = 16
+"""n_out of a product is a multiple of this."""
+
+BLOCK = 32
+"""n_in is a multiple of this."""
+
+X8_BYTES = 144
+"""Of one block of eight interleaved rows of Q4_0: eight F16 scales, then the values."""
+
+
+class Layout(IntEnum):
+    """How a weight lies in memory."""
+
+    Q4_0X8 = 0  # ggml's repacked Q4_0: eight rows interleaved by eight bytes
+    Q8_0 = 1  # plain rows
+
+
+def products_supported() -> bool:
+    """Whether this CPU has the instructions (AVX512-VNNI)."""
+    return bool(lib.loragraph_product_supported())
+
+
+def quantized_size(n_in: int, n_rows: int) -> int:
+    """Bytes of x F32 [n_in, n_rows], quantised."""
+    return int(lib.loragraph_quantized_size(n_in, n_rows))
+
+
+class ProductInputNode(CustomNode):
+    """Quantises x [n_in, n_rows] for the products that read it."""
+
+    function_name = "loragraph_product_input"
+
+    def __init__(self, n_in: int, n_rows: int) -> None:
+        if n_in % BLOCK or min(n_in, n_rows) < 1:
+            raise ValueError(f"expected n_in a multiple of {BLOCK}, got {n_in} x {n_rows}")
+        self.n_in, self.n_rows = n_in, n_rows
+        self._struct = ffi.new("product_input_node *", {"n_in": n_in, "n_rows": n_rows})
+
+    def bind(self, x: int, x_stride: int, quantized: int) -> None:
+        """Addresses of x and of the quantised x; the stride in floats."""
+        self._struct.x = ffi.cast("float *", x)
+        self._struct.x_stride = x_stride
+        self._struct.quantized = ffi.cast("void *", quantized)
+
+
+class ProductNode(CustomNode):
+    """y [n_out, n_rows] = w x, with w at address `w`."""
+
+    function_name = "loragraph_product"
+
+    def __init__(self, source: ProductInputNode, w: int, layout: Layout, n_out: int) -> None:
+        if n_out % COLUMNS or n_out < 1:
+            raise ValueError(f"expected n_out a multiple of {COLUMNS}, got {n_out}")
+        self._source = source
+        self._struct = ffi.new(
+            "product_node *",
+            {
+                "input": source._struct,
+                "w": ffi.cast("void *", w),
+                "layout": int(layout),
+                "n_out": n_out,
+            },
+        )
+
+    def bind(self, y: int, y_stride: int) -> None:
+        """Address of y; the stride in floats."""
+        self._struct.y = ffi.cast("float *", y)
+        self._struct.y_stride = y_stride

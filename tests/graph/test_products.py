@@ -1,0 +1,78 @@
+"""Which weights our product kernel takes, and that a graph with it gives ggml's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from loragraph import Context, Model
+from loragraph.graph import products
+from loragraph.kernels.product import Layout, products_supported
+from tests.tiny import TinyLlama
+
+pytestmark = pytest.mark.skipif(not products_supported(), reason="needs AVX512-VNNI")
+
+TOKENS = list(range(1, 12))
+
+
+@pytest.fixture(scope="module", params=["Q4_0", "Q8_0", "F16"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of one type; its name tells which."""
+    path = tmp_path_factory.mktemp("products") / f"{request.param}.gguf"
+    return TinyLlama(weight_type=GGMLQuantizationType[request.param]).write(path)
+
+
+def layouts(model: Model) -> dict[str, Layout]:
+    """What the kernel would multiply."""
+    return products.product_layouts(model.weights.by_name.values(), model.weights.files)
+
+
+def test_layouts(base: Path) -> None:
+    """All linear weights of Q4_0, repacked, and of plain Q8_0; none of F16, and no token table."""
+    with Model.load(base) as model:
+        found = layouts(model)
+        linear = {name for name in model.weights.by_name if "norm" not in name}
+    if base.stem == "F16":
+        assert found == {}
+    else:
+        layout = Layout.Q4_0X8 if base.stem == "Q4_0" else Layout.Q8_0
+        assert found == dict.fromkeys(linear - {"token_embd.weight"}, layout)
+
+
+def test_plain_q4_0_is_ggmls(tmp_path: Path) -> None:
+    """Without repacking there is no interleaved Q4_0."""
+    path = TinyLlama(weight_type=GGMLQuantizationType.Q4_0).write(tmp_path / "m.gguf")
+    with Model.load(path, repack=False) as model:
+        assert layouts(model) == {}
+
+
+def test_another_interleaving_is_ggmls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the memory does not hold what the file and the layout say, the kernel is not used."""
+    path = TinyLlama(weight_type=GGMLQuantizationType.Q4_0).write(tmp_path / "m.gguf")
+    own = products.interleaved
+    monkeypatch.setattr(products, "interleaved", lambda rows: own(rows)[::-1])
+    with Model.load(path) as model:
+        assert layouts(model) == {}
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 11])
+def test_ggmls_numbers(base: Path, n_tokens: int) -> None:
+    """Q4_0 has ggml's bits for any number of rows; Q8_0's sums have another order from three on."""
+    with Model.load(base) as model:
+        logits = {}
+        for lowering in ("branch", "routed"):
+            with Context(model, n_ctx=64, lowering=lowering) as context:
+                logits[lowering] = context.decode(TOKENS[:n_tokens])
+                nodes = context.counters.n_nodes
+            logits[f"{lowering} nodes"] = np.array(nodes)
+    ours, ggmls = logits["routed"], logits["branch"]
+
+    if base.stem == "Q8_0" and n_tokens >= products.MIN_ROWS:
+        assert 0 < np.abs(ours - ggmls).max() < 0.05  # a rounding of x to 8 bits may flip
+    else:
+        assert np.array_equal(ours, ggmls)
+    used = n_tokens >= products.MIN_ROWS and base.stem != "F16"
+    assert (logits["routed nodes"] > logits["branch nodes"]) == used
