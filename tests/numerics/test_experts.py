@@ -226,5 +226,8 @@ def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None
     for lowering in LOWERINGS:
         actual = loragraph_logits(files.base, files.adapters, CASES, tokens, lowering=lowering)
         for scales in CASES:
-            allowed = 0 if same_bits(tiny, "exact", lowering, scales) else TYPES[type]
+            same = same_bits(tiny, "exact", lowering, scales)
+            # Beside the branch, quantised products may be the kernel's.
+            same = same and (lowering == "branch" or type == "F16")
+            allowed = 0 if same else TYPES[type]
             assert nmse(actual[scales], expected[scales]) <= allowed, (lowering, scales)
