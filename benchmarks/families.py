@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -24,7 +25,7 @@ from tests.tiny import TinyAdapter, TinyModel
 from tests.tiny_experts import TINY_EXPERTS
 from tests.tiny_families import TINY_FAMILIES
 
-SIZES = {
+SIZES: Mapping[str, dict[str, Any]] = {
     "small": {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_head_kv": 4, "n_ff": 1536},
     "tiny": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_head_kv": 2, "n_ff": 256},
 }
