@@ -20,6 +20,7 @@ from loragraph.adapters.draft import (
     DraftPair,
 )
 from loragraph.adapters.values import TYPE_NAMES, Bytes, all_finite
+from loragraph.adapters.vector_checks import bias_in_range, tied_magnitude, vectors
 from loragraph.errors import (
     AdapterFormatError,
     AdapterMismatchError,
@@ -27,7 +28,6 @@ from loragraph.errors import (
     UnsupportedError,
 )
 from loragraph.ggml.gguf import Scalar, TensorInfo
-from loragraph.ggml.handles import F32
 
 MAX_RANK = 4096
 """Larger ranks are refused: no training gives them, and scratch memory grows with the rank."""
@@ -276,24 +276,6 @@ def types(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problems:
             return
 
 
-def vectors(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
-    """A magnitude or bias is one F32 value for each row that the pair changes."""
-    _, b = _halves(pair)
-    for tensor in pair.vectors:
-        if tensor.ne != (b.ne[1], 1, 1, 1) or b.ne[2] != 1:
-            yield _format(
-                draft,
-                f"tensor '{tensor.name}': expected one value for each of the {b.ne[1]} rows of "
-                f"lora_b, got {_shape(tensor)}",
-            )
-        elif tensor.type != F32:
-            yield _format(
-                draft, f"tensor '{tensor.name}': expected type F32, got {type_name(tensor.type)}"
-            )
-    if pair.bias is not None and _kind(pair, base) is TargetKind.EMBEDDING:
-        yield _format(draft, f"tensor '{pair.bias.name}': a lookup has no bias")
-
-
 def finite(draft: Draft, tensor: TensorInfo, data: Bytes) -> Problems:
     """No value is an infinity or NaN."""
     if not all_finite(tensor.type, data):
@@ -315,6 +297,7 @@ FILE_CHECKS: tuple[FileCheck, ...] = (
     norms,
     duplicates,
     not_empty,
+    tied_magnitude,
 )
 PAIR_CHECKS: tuple[PairCheck, ...] = (
     complete,
@@ -328,7 +311,7 @@ PAIR_CHECKS: tuple[PairCheck, ...] = (
     types,
     vectors,
 )
-DATA_CHECKS: tuple[DataCheck, ...] = (finite,)
+DATA_CHECKS: tuple[DataCheck, ...] = (finite, bias_in_range)
 
 
 def type_name(type_: int) -> str:
