@@ -14,7 +14,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tests.fuzz.mutations import KINDS, Change, header_bytes, mutate
 from tests.gguf_bytes import RawTensor, gguf_bytes
-from tests.tiny import TinyLlama
+from tests.tiny import TinyLlama, TinyModel
+from tests.tiny_families import VARIANTS
 
 Q = GGMLQuantizationType
 Pairs = list[tuple[str, Any]]
@@ -24,7 +25,7 @@ Pairs = list[tuple[str, Any]]
 class Base:
     """A right model, taken apart and as a file."""
 
-    model: TinyLlama
+    model: TinyModel
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -49,7 +50,7 @@ class Base:
 
 
 def bases() -> list[Base]:
-    """Models with each option of the family and each kind of weight type."""
+    """Models of every family, with each option of llama and each kind of weight type."""
     wide: dict[str, Any] = {"n_layer": 1, "n_embd": 256, "n_ff": 256, "n_head": 4}
     forms = [
         TinyLlama(n_layer=1),
@@ -65,7 +66,8 @@ def bases() -> list[Base]:
         TinyLlama(**wide, vocab="bpe", weight_type=Q.IQ4_XS, types={"ffn_up": Q.IQ2_XXS}),
         TinyLlama(**wide, weight_type=Q.Q5_K, types={"ffn_up": Q.TQ2_0, "ffn_gate": Q.IQ3_S}),
     ]
-    return [Base(form) for form in forms]
+    shallow = [model for model in VARIANTS.values() if model.n_layer < 40]
+    return [Base(form) for form in (*forms, *shallow)]
 
 
 def spoiled(rng: random.Random, base: Base) -> bytes:
@@ -144,7 +146,8 @@ def _spoil_metadata(rng: random.Random, pairs: Pairs) -> None:
         case 0:
             del pairs[at]
         case 1:
-            key = rng.choice(KEYS)
+            arch = str(dict(pairs).get("general.architecture", "llama"))
+            key = rng.choice(KEYS).replace("llama.", f"{arch}.")
             pairs[:] = [*(pair for pair in pairs if pair[0] != key), (key, rng.choice(VALUES))]
         case 2:
             pairs[at] = (rng.choice(KEYS), value)
@@ -260,6 +263,10 @@ KEYS = (
     *("llama.attention.value_length", "llama.rope.scaling.factor", "llama.rope.scaling.type"),
     *("llama.rope.scaling.attn_factor", "llama.rope.scale_linear", "llama.rope.freq_base"),
     *("llama.rope.scaling.original_context_length", "llama.attention.head_count_kv"),
+    *("llama.attention.sliding_window", "llama.attention.sliding_window_pattern"),
+    *("llama.attn_logit_softcapping", "llama.final_logit_softcapping", "llama.logit_scale"),
+    *("llama.rope.freq_base_swa", "llama.rope.scaling.finetuned", "llama.rope.dimension_count"),
+    *("llama.embedding_scale", "llama.residual_scale", "llama.attention.scale"),
     *("split.count", "split.no", "general.alignment", "general.name", "x" * 70, "a\0b"),
     *("tokenizer.ggml.pre", "tokenizer.ggml.suppress_tokens", "tokenizer.ggml.eot_token_id"),
     *("tokenizer.ggml.add_eos_token", "tokenizer.ggml.precompiled_charsmap"),
