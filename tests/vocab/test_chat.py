@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -201,7 +202,7 @@ def test_a_template_of_gemmas_kind() -> None:
     """No system role but an intro of the first turn, "model" for the assistant, content in parts,
     and an error of its own for turns out of order."""
     template = ChatTemplate(GEMMA_LIKE, "<bos>", "<eos>")
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": " hi "}]},
         {"role": "assistant", "content": "Hello."},
