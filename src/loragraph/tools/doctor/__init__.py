@@ -75,9 +75,10 @@ def diagnose(
         _check_coverage(loaded, found)
         _check_scale(loaded, found)
         _check_tied(loaded, info, found)
-        check_strength(lib, loaded, files.tensors, found)
         if peft is not None:
             check_folder(lib, loaded, files.path, info, base_rows, Path(peft), found)
+        settled = peft is not None and found.ok
+        check_strength(lib, loaded, files.tensors, found, as_trained=settled)
         cannot_load = load_problem(lib, base_path)
         if cannot_load is not None:
             found.add("warning", "text", f"nothing could be computed with this base: {cannot_load}")
@@ -99,7 +100,7 @@ def diagnose(
             ignore_norm=ignore_norm,
             tied_output=tied_output,
         )
-    if peft is not None:
+    if peft is not None and not loaded.invocation_tokens:  # PEFT starts an aLoRA at its invocation
         check_logits(base_path, Path(peft), tokens, rows, found)
     return found
 

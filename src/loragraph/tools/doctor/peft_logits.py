@@ -62,6 +62,7 @@ def _peft_rows(base: Path, folder: Path, tokens: Sequence[int]) -> tuple[LogProb
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     peft: Any = importlib.import_module("peft")
+    transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(base.parent), gguf_file=base.name, dtype=torch.float32, local_files_only=True
     )
