@@ -143,13 +143,13 @@ def _opened(path: Path) -> Iterator[int]:
 def _merge(base: Path, adapter: Path, out: Path, n_threads: int) -> tuple[float, int]:
     """Seconds of a merge in a process of its own, imports left out, and its peak memory."""
     program = (
-        "import json, resource, sys, time\n"
+        "import json, sys, time\n"
+        "from benchmarks.memory import peak_bytes\n"
         "from loragraph.tools.merge import merge\n"
         "start = time.perf_counter()\n"
         "merge(sys.argv[1], {sys.argv[2]: 1.0}, sys.argv[3], n_threads=int(sys.argv[4]))\n"
         "took = time.perf_counter() - start\n"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "print(json.dumps([took, peak * (1 if sys.platform == 'darwin' else 1024)]))\n"
+        "print(json.dumps([took, peak_bytes()]))\n"
     )
     command = [sys.executable, "-c", program, str(base), str(adapter), str(out), str(n_threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

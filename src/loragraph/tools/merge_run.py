@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
@@ -66,6 +67,9 @@ def run_pieces(
             (file, place) for file, part in zip(files, parts, strict=True) for place in part.places
         ]
         workers = _Workers(lib, sources, n_threads)
+        # The pieces are shared out already: BLAS threads beside ours only wait for each other.
+        # The limit holds for numpy in the whole process, until the merge ends.
+        stack.enter_context(threadpool_limits(1, user_api="blas"))
         pool = stack.enter_context(ThreadPoolExecutor(n_threads))
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         waiting: deque[tuple[Future[None], int]] = deque()
