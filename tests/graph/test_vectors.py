@@ -203,6 +203,7 @@ def test_adapters_come_and_go(setting: Setting, tmp_path: Path) -> None:
                 arrays = full_rank(path, values, 8.0)
                 wanted = setting.reference.logits(TOKENS, [(arrays, 1.0)])
                 assert nmse(actual, wanted) <= EXACT_NMSE
+        assert context.counters.n_graphs_built == 1
 
 
 @pytest.mark.parametrize("kind", [GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0])

@@ -19,14 +19,17 @@ from loragraph.errors import AdapterMismatchError
 
 Values = NDArray[np.float32]
 
-_CHUNK_VALUES = 1 << 22  # of a weight at a time: 16 MB
+_CHUNK_VALUES = 1 << 18  # of a weight at a time: 1 MB, which stays in the cache
+_SINGLE_THREAD = 1 << 18
+"""Multiplications up to which OpenBLAS keeps to the calling thread. Its own threads wait in a loop,
+beside those of a step that computes meanwhile: seen to make a load ten times longer."""
 
 
 class BaseRows(Protocol):
     """The base's weights as numbers."""
 
     def rows(self, name: str, first: int, last: int) -> Values:
-        """Rows [first, last) of a matrix, (n, n_in) f32, its factor w_s included."""
+        """Rows [first, last) of a matrix, (n, n_in) f32, the caller's; w_s is included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,10 +101,14 @@ def _norms(base: BaseRows, target: str, a: Values, b: Values, scale: float) -> N
     n_out, n_in = len(b), a.shape[1]
     step = max(1, _CHUNK_VALUES // n_in)
     out = np.empty(n_out, np.float64)
+    scaled = np.float32(scale) * b
     for first in range(0, n_out, step):
         last = min(first + step, n_out)
-        rows = base.rows(target, first, last) + np.float32(scale) * (b[first:last] @ a)
-        out[first:last] = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
+        rows = base.rows(target, first, last)
+        _add_product(rows, scaled[first:last], a)
+        # Squares in f32 round by 6e-8 each, at random; only their sum needs more.
+        np.square(rows, out=rows)
+        out[first:last] = np.sqrt(rows.sum(axis=1, dtype=np.float64))
     return out
 
 
@@ -112,8 +119,18 @@ def _table_norms(
     n_vocab, n_embd = len(a), len(b)
     step = max(1, _CHUNK_VALUES // n_embd)
     squares = np.zeros(n_embd, np.float64)
+    scaled = np.float32(scale) * b.T
     for first in range(0, n_vocab, step):
         last = min(first + step, n_vocab)
-        rows = base.rows(target, first, last) + np.float32(scale) * (a[first:last] @ b.T)
-        squares += np.square(rows, dtype=np.float64).sum(axis=0)
+        rows = base.rows(target, first, last)
+        _add_product(rows, a[first:last], scaled)
+        np.square(rows, out=rows)
+        squares += rows.sum(axis=0, dtype=np.float64)
     return np.sqrt(squares)
+
+
+def _add_product(out: Values, left: Values, right: Values) -> None:
+    """out += left right, few rows at a time."""
+    step = max(1, _SINGLE_THREAD // right.size)
+    for first in range(0, len(out), step):
+        out[first : first + step] += left[first : first + step] @ right

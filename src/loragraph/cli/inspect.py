@@ -91,7 +91,7 @@ def _show_targets(console: Console, facts: dict[str, Any]) -> None:
         ("target", "rank", "effective scale", "types", "bytes"),
         (
             (
-                weight["target"],
+                " + ".join([weight["target"], *weight["vectors"]]),
                 weight["rank"],
                 _number(weight["scale"]),
                 " ".join(dict.fromkeys(weight["types"])),

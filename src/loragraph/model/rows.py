@@ -6,7 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.errors import UnsupportedError
+from loragraph.ggml.quants import to_f32
 from loragraph.model.weights import Weight, Weights
+
+_FOLDED = "prism.hadamard."  # keys of files whose weights were rotated when they were made
 
 
 class WeightRows:
@@ -16,34 +19,36 @@ class WeightRows:
         self._weights = weights
 
     def rows(self, name: str, first: int, last: int) -> NDArray[np.float32]:
-        """Rows [first, last) of a matrix, (n, n_in) f32, its factor w_s included.
+        """Rows [first, last) of a matrix, (n, n_in) f32, the caller's; its factor w_s is included.
 
-        UnsupportedError for a type whose values cannot be read here.
+        UnsupportedError for a type whose values cannot be read, and for rotated weights.
         """
-        import gguf  # here, because importing it is slow
-
         weight = self._weights.by_name[name]
+        if any(key.startswith(_FOLDED) for key in self._weights.files.metadata):
+            raise UnsupportedError(
+                f"{name}: the weights of a Hadamard-folded base are rotated",
+                what="DoRA on a folded base",
+                hint="use a base that is not folded",
+            )
         n_in, n_out = weight.ne[0], weight.ne[1]
         assert 0 <= first <= last <= n_out
         row_bytes = weight.info.nbytes // n_out
-        lib, start = self._weights.lib, first * row_bytes
-        pointer = lib.ffi.cast("char *", self._weights.files.pointer(weight.info)) + start
-        data = np.frombuffer(lib.ffi.buffer(pointer, (last - first) * row_bytes), np.uint8)
-        try:
-            kind = gguf.GGMLQuantizationType(weight.info.type)
-            values = gguf.dequantize(data.reshape(last - first, row_bytes), kind)
-        except (ValueError, NotImplementedError) as exc:
-            raise UnsupportedError(
-                f"{name}: weights of type {weight.info.type} cannot be read as numbers here",
-                what=f"type {weight.info.type}",
-            ) from exc
-        rows: NDArray[np.float32] = np.array(values, np.float32).reshape(last - first, n_in)
-        return rows * self._scale(weight)
+        out = np.empty((last - first, n_in), np.float32)
+        data = self._bytes(weight, first * row_bytes, (last - first) * row_bytes)
+        to_f32(self._weights.lib, weight.info.type, data, out)
+        scale = self._scale(weight)
+        if scale != 1:
+            out *= scale
+        return out
+
+    def _bytes(self, weight: Weight, start: int, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes of a weight in the mapped file, borrowed."""
+        lib, files = self._weights.lib, self._weights.files
+        pointer = lib.ffi.cast("char *", files.pointer(weight.info)) + start
+        return np.frombuffer(lib.ffi.buffer(pointer, nbytes), np.uint8)
 
     def _scale(self, weight: Weight) -> np.float32:
         """The factor w_s of a matrix, 1 where it has none."""
         if weight.scale is None:
             return np.float32(1)
-        lib = self._weights.lib
-        pointer = self._weights.files.pointer(weight.scale.info)
-        return np.float32(np.frombuffer(lib.ffi.buffer(pointer, 4), np.float32)[0])
+        return np.float32(self._bytes(weight.scale, 0, 4).view(np.float32)[0])

@@ -125,7 +125,12 @@ def _describe_adapter(
             if base is not None and base.tied and TOKEN_EMBD in adapter.pairs:
                 loaded["tied_output"] = adapter.tied_output
     weights = sorted(_weights(draft), key=lambda weight: _natural(weight["target"]))
-    tensors = [half for pair in draft.pairs.values() for half in (pair.a, pair.b) if half]
+    tensors = [
+        part
+        for pair in draft.pairs.values()
+        for part in (pair.a, pair.b, *pair.vectors)
+        if part is not None
+    ]
     n_params = sum(tensor.n_elements for tensor in tensors)
     return {
         "kind": "adapter",
@@ -169,7 +174,8 @@ def _weights(draft: Draft) -> Iterator[dict[str, Any]]:
             "types": [type_name(pair.a.type), type_name(pair.b.type)],
             "lora_a": list(pair.a.ne),
             "lora_b": list(pair.b.ne),
-            "nbytes": pair.a.nbytes + pair.b.nbytes,
+            "vectors": [part.name.rsplit(".", 1)[-1] for part in pair.vectors],
+            "nbytes": sum(part.nbytes for part in (pair.a, pair.b, *pair.vectors)),
         }
 
 

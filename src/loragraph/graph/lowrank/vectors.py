@@ -58,7 +58,7 @@ class VectorLowering:
         self._n_batch = n_batch
         self._max_slots = max_slots
         self._slots: dict[str, int] = {}  # digest -> slot
-        self._n_slots = 0
+        self._n_slots = 0  # never falls, so tables settle at what is wanted at once
         self._tables: dict[str, _Table] = {}
         self._memory: tuple[TensorContext, Buffer] | None = None
         self._inputs: Inputs | None = None
@@ -126,27 +126,28 @@ class VectorLowering:
                 f"{len(adapters)}"
             )
         gains, shifts = _shapes(new.values())
-        fits = len(self._slots) + len(new) <= self._n_slots and all(
-            name in self._tables
-            and (name not in gains or self._tables[name].gain is not None)
-            and (name not in shifts or self._tables[name].shift is not None)
-            for name in gains | shifts
+        gains |= {name for name, table in self._tables.items() if table.gain is not None}
+        shifts |= {name for name, table in self._tables.items() if table.shift is not None}
+        n_tensors = sum(
+            (table.gain is not None) + (table.shift is not None) for table in self._tables.values()
         )
-        if not fits:
-            self._rebuild(adapters)
+        if len(adapters) > self._n_slots or len(gains) + len(shifts) > n_tensors:
+            self._rebuild(adapters, gains, shifts)
             return
+        gone = [digest for digest in self._slots if digest not in adapters]
+        for digest in gone[: len(self._slots) + len(new) - self._n_slots]:  # the oldest first
+            del self._slots[digest]
         free = sorted(set(range(self._n_slots)) - set(self._slots.values()))
         for (digest, adapter), slot in zip(new.items(), free, strict=False):
             self._write_slot(slot, adapter)
             self._slots[digest] = slot
 
-    def _rebuild(self, adapters: Mapping[str, Adapter]) -> None:
-        """New tables for exactly these adapters; graphs of the old ones are not run again."""
-        self._free()
-        n_slots = _MIN_SLOTS
+    def _rebuild(self, adapters: Mapping[str, Adapter], gains: set[str], shifts: set[str]) -> None:
+        """Wider tables, with these adapters; graphs of the old ones are not run again."""
+        n_slots = max(_MIN_SLOTS, self._n_slots)
         while n_slots < len(adapters):
             n_slots *= 2
-        gains, shifts = _shapes(adapters.values())
+        self._free()
         ctx = TensorContext(self._lib, 2 * len(gains | shifts))
         try:
             made = {
@@ -203,7 +204,7 @@ class VectorLowering:
 
     def _free(self) -> None:
         memory, self._memory = self._memory, None
-        self._slots.clear()
+        self._slots = {}
         self._tables = {}
         if memory is not None:
             ctx, buffer = memory
@@ -255,6 +256,8 @@ class _VectorGraph:
 
 def _with_vectors(batch: Batch) -> dict[str, Adapter]:
     """The adapters with row vectors that some token carries, by digest."""
+    if not any(adapter.vectors for mix in batch.mixes for adapter in mix.adapters):
+        return {}  # as for nearly all batches: the rows need not be looked at
     return {
         adapter.digest: adapter
         for index in set(batch.mix.tolist())

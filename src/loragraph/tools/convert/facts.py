@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,13 @@ from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, base_info_from
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
+from loragraph.ggml.quants import to_f32
 from loragraph.model.files import split_paths
 
 Values = NDArray[np.float32]
+
+_GEMMA3_IMAGE_TOKENS = 64
+_FOLDED = "prism.hadamard."
 
 
 @dataclass(frozen=True)
@@ -29,32 +33,59 @@ class BaseFacts:
     n_head_kv: tuple[int, ...]
     names: tuple[str, ...]  # what the file calls itself and what it was made of
     tensors: Mapping[str, TensorInfo]
+    lib: Library
+    folded: bool = False  # weights were rotated when the file was made
 
-    def rows(self, name: str) -> Values:
-        """A weight as f32, (n_out, n_in); that of a tied head is the token table."""
-        import gguf  # here, because importing it is slow
-
+    def rows(self, name: str, ids: Sequence[int] | None = None) -> Values:
+        """A weight, or the rows `ids` of it, as f32 (n, n_in); a tied head is the token table."""
         info = self.tensors.get(name)
         if info is None and name == OUTPUT and self.info.tied:
             info = self.tensors[TOKEN_EMBD]
         assert info is not None  # the plan checked it
-        try:
-            with info.path.open("rb") as file:
-                file.seek(info.offset)
-                data = np.frombuffer(file.read(info.nbytes), np.uint8)
-        except OSError as exc:
-            raise GGUFError(f"failed to read: {exc.strerror}", path=info.path) from exc
-        shape = tuple(reversed([n for n in info.ne if n != 1] or [1]))
-        try:
-            kind = gguf.GGMLQuantizationType(info.type)
-            values = gguf.dequantize(data.reshape(shape[0], -1), kind)
-        except (ValueError, NotImplementedError) as exc:
+        if self.folded:
             raise UnsupportedError(
-                f"{info.path}: {name}: weights of type {info.type} cannot be read here",
-                what=f"type {info.type}",
-            ) from exc
-        out: Values = np.ascontiguousarray(values, np.float32).reshape(shape)
+                f"{name}: what was trained whole is compared with the base's weights, and those of "
+                "a Hadamard-folded base are rotated",
+                what="weights trained whole, for a folded base",
+                hint="convert for a base that is not folded",
+            )
+        n_in, n_rows = info.ne[0], info.n_elements // info.ne[0]
+        data = _read_rows(info, n_rows, ids)
+        out = np.empty((len(data), n_in), np.float32)
+        to_f32(self.lib, info.type, data.reshape(-1), out)
         return out
+
+    def padding(self, target: str, n_rows: int) -> int:
+        """Rows by which a trained table or head is longer than the base's, where that is known.
+
+        Gemma 3's checkpoints that can see have 64 rows for image tokens behind the vocabulary,
+        which its GGUF files leave out: no text reads them. Any other surplus is another base.
+        """
+        surplus = n_rows - self.info.targets[target].ne[1]
+        known = self.info.arch == "gemma3" and target in (TOKEN_EMBD, OUTPUT)
+        return surplus if known and surplus == _GEMMA3_IMAGE_TOKENS else 0
+
+
+def _read_rows(info: TensorInfo, n_rows: int, ids: Sequence[int] | None) -> NDArray[np.uint8]:
+    """Bytes of all rows, or of some, (n, row_bytes) u8."""
+    row_bytes = info.nbytes // n_rows
+    try:
+        with info.path.open("rb") as file:
+            if ids is None:
+                file.seek(info.offset)
+                data = file.read(info.nbytes)
+            else:
+                parts = []
+                for row in ids:
+                    file.seek(info.offset + row * row_bytes)
+                    parts.append(file.read(row_bytes))
+                data = b"".join(parts)
+    except OSError as exc:
+        raise GGUFError(f"failed to read: {exc.strerror}", path=info.path) from exc
+    n = n_rows if ids is None else len(ids)
+    if len(data) != n * row_bytes:
+        raise GGUFError("the file became shorter while it was read", path=info.path)
+    return np.frombuffer(data, np.uint8).reshape(n, row_bytes)
 
 
 def read_base(lib: Library, path: Path) -> BaseFacts:
@@ -75,6 +106,8 @@ def read_base(lib: Library, path: Path) -> BaseFacts:
             _per_layer(first, f"{arch}.attention.head_count_kv", n_layer, n_head),
             tuple(str(name) for name in found if isinstance(name, str) and name),
             {name: tensor for file in files for name, tensor in file.tensors.items()},
+            lib,
+            any(key.startswith(_FOLDED) for key in first),
         )
 
 

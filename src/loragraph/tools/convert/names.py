@@ -54,7 +54,8 @@ _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = tuple(
         (Part.TOKENS, rf"(?:\.token_adapter)?\.trainable_tokens_delta{_NAME}"),
         (Part.FULL, rf"\.modules_to_save{_NAME}\.weight"),
         (Part.FULL_BIAS, rf"\.modules_to_save{_NAME}\.bias"),
-        (Part.FROZEN, r"\.(?:base_layer|original_module)\.(?:weight|bias)"),
+        (Part.FROZEN, r"\.(?:base_layer\.weight|original_module\.(?:weight|bias))"),
+        (Part.FULL_BIAS, r"\.base_layer\.bias"),  # how PEFT saves a bias that it trained
         (Part.A_TRANSPOSED, r"\.lora_a"),
         (Part.B_TRANSPOSED, r"\.lora_b"),
         (Part.MAGNITUDE, r"\.m"),
@@ -80,6 +81,7 @@ _FOREIGN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"prompt_embeddings|prompt_encoder", "a prompt that was trained"),
     )
 )  # fmt: skip
+_ANY_FOREIGN = re.compile("|".join(pattern.pattern for pattern, _ in _FOREIGN))
 _PREFIXES = ("base_model.model.", "base_model.")
 _QKV = re.compile(r"\.(qkv_proj|W_pack)$")
 _GATE_UP = re.compile(r"\.gate_up_proj$")
@@ -111,7 +113,7 @@ class Place:
 
 def take_apart(name: str) -> Named:
     """Module and part of a tensor's name; UnsupportedError for what belongs to another method."""
-    for pattern, kind in _FOREIGN:
+    for pattern, kind in _FOREIGN if _ANY_FOREIGN.search(name) else ():
         if pattern.search(name):
             raise UnsupportedError(
                 f"tensor '{name[:200]}' belongs to {kind}, and only LoRA of a language model can "

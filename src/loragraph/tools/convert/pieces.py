@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.adapters.base import TOKEN_EMBD, TargetKind
+from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, TargetKind
 from loragraph.errors import AdapterFormatError, AdapterMismatchError, UnsupportedError
 from loragraph.tools.convert.config import AdapterConfig
 from loragraph.tools.convert.facts import BaseFacts
@@ -103,6 +103,8 @@ class PieceMaker:
         rank, n_in = a.shape
         n_out = b.shape[0]
         self._check_rank(module, rank, b.shape[1])
+        if self._names.lookup(module.name) == "output":
+            n_out -= self._facts.padding(OUTPUT, n_out)
         places = self._names.places(module.name, n_out)
         self._check_sizes(module, places, n_in, n_out)
         scale = module_scale(self._config, module.name, rank)
@@ -122,8 +124,13 @@ class PieceMaker:
         self._check_rank(module, rank, b.shape[1])
         place = self._table_place(module, n_vocab, b.shape[0])
         scale = module_scale(self._config, module.name, rank)
+        n_rows = self._facts.info.targets[TOKEN_EMBD].ne[1]
         return Piece(
-            module.name, place, rank, scale, lambda: (self._read(a.name).T, self._read(b.name))
+            module.name,
+            place,
+            rank,
+            scale,
+            lambda: (self._read(a.name).T[:n_rows], self._read(b.name)),
         )
 
     def _table_place(self, module: Module, n_vocab: int, n_embd: int) -> Place:
@@ -131,6 +138,7 @@ class PieceMaker:
         if name is None or f"{name}.weight" != TOKEN_EMBD:
             raise AdapterMismatchError(f"{module.name}: the base has no such table")
         target = self._facts.info.targets[TOKEN_EMBD]
+        n_vocab -= self._facts.padding(TOKEN_EMBD, n_vocab)
         if (n_embd, n_vocab) != target.ne[:2]:
             raise AdapterMismatchError(
                 f"{module.name}: the adapter's table has {n_vocab} tokens of {n_embd} values, the "
@@ -161,10 +169,11 @@ class PieceMaker:
         n_out = b.shape[1]
         if self._names.lookup(module.name) == "token_embd":
             place = self._table_place(module, n_in, n_out)
+            n_rows = self._facts.info.targets[TOKEN_EMBD].ne[1]
             return [
                 Piece(
                     module.name, place, rank, module_scale(self._config, module.name, rank),
-                    lambda: (self._read(a.name), self._read(b.name).T),
+                    lambda: (self._read(a.name)[:n_rows], self._read(b.name).T),
                 )
             ]  # fmt: skip
         places = self._names.places(module.name, n_out)
@@ -211,7 +220,7 @@ class PieceMaker:
         """One piece an expert and place."""
         scale = module_scale(self._config, module.name, rank)
         places = self._names.places(module.name, n_out)
-        self._check_sizes(module, places, n_in, n_out)
+        self._check_sizes(module, places, n_in, n_out, stacked=True)
 
         def one(e: int, place: Place) -> Piece:
             own = Place(
@@ -285,16 +294,29 @@ class PieceMaker:
                 hint="block-diagonal factors (BD-LoRA) are not supported",
             )
 
-    def _check_sizes(self, module: Module, places: list[Place], n_in: int, n_out: int) -> None:
+    def _check_sizes(
+        self,
+        module: Module,
+        places: list[Place],
+        n_in: int,
+        n_out: int,
+        *,
+        stacked: bool = False,
+    ) -> None:
+        """`stacked`: the places are asked for before the experts are told apart."""
         for place in places:
             target = self._facts.info.targets[place.target]
             wanted = TargetKind.LINEAR if place.expert is None else TargetKind.EXPERTS
-            if len(target.ne) and target.ne[2] > 1:
-                wanted = TargetKind.EXPERTS
-            if target.kind is not wanted:
+            if target.kind is not (TargetKind.EXPERTS if stacked else wanted):
                 raise UnsupportedError(
                     f"{module.name}: a low-rank part does not apply to the base's {place.target}",
                     what=f"LoRA of {place.target}",
+                )
+            if place.expert is not None and place.expert >= target.ne[2]:
+                raise AdapterMismatchError(
+                    f"{module.name}: the adapter changes expert {place.expert}, the base has "
+                    f"{target.ne[2]}",
+                    hint="was it made for another base model?",
                 )
             end = place.target_row + place.n_rows
             whole = place.target == f"{place.part}.weight" and place.target_row == 0

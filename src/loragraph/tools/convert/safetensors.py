@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from loragraph.errors import AdapterFormatError, UnsupportedError
 
 MAX_HEADER_BYTES = 64 << 20  # 40,000 tensors of per-expert modules take 6 MB
-MAX_TENSORS = 1 << 19
+MAX_TENSORS = 1 << 17  # 94 layers of 128 experts have 72,000
 MAX_NAME = 1024  # characters
 _MAX_DIMS = 8
 _LENGTH_BYTES = 8

@@ -36,21 +36,19 @@ class TrainedMaker:
         self._config = config
         self._read = read
         self.skipped: list[str] = []  # tensors that were saved but not trained
-        self._rows: dict[str, Values] = {}
 
     def is_trained(self, module: Module) -> bool:
-        """Whether the module's whole weight was trained, by the configuration."""
-        return any(
-            module.name == name or module.name.endswith(f".{name}")
-            for name in self._config.modules_to_save
-        )
+        """Whether the module's whole weight was trained, by PEFT's rule."""
+        return any(module.name.endswith(name) for name in self._config.modules_to_save)
 
     def weight(self, module: Module) -> list[Piece]:
         """The delta of a whole weight; [] for one that was saved without being trained."""
         info = module.part(Part.FULL)
         target = self._target(module)
         wanted = self._facts.info.targets[target]
-        if len(info.shape) != 2 or info.shape != (wanted.ne[1], wanted.ne[0]):
+        n_out, n_in = info.shape if len(info.shape) == 2 else (0, 0)
+        n_out -= self._facts.padding(target, n_out)
+        if (n_in, n_out) != wanted.ne[:2]:
             raise AdapterMismatchError(
                 f"{module.name}: the adapter's weight has the shape {list(info.shape)}, the base's "
                 f"{target} {[wanted.ne[1], wanted.ne[0]]}",
@@ -60,7 +58,6 @@ class TrainedMaker:
             # PEFT saves tables and heads beside a pair of theirs, as they were.
             self.skipped.append(info.name)
             return []
-        n_out, n_in = info.shape
         rank = min(n_in, n_out)
         if rank > MAX_RANK:
             raise UnsupportedError(
@@ -72,8 +69,8 @@ class TrainedMaker:
         part = target.removesuffix(".weight")
 
         def delta() -> Values:
-            values = reordered(self._read(info.name), row_heads(self._facts, part))
-            return values - self._base(target)
+            values = reordered(self._read(info.name)[:n_out], row_heads(self._facts, part))
+            return values - self._facts.rows(target)
 
         return [
             Piece(module.name, self._place(target), rank, 1.0, _factors(delta, target), "weights")
@@ -98,7 +95,7 @@ class TrainedMaker:
             )
 
         def factors() -> tuple[Values, Values]:
-            delta = self._read(info.name) - self._base(target)[list(ids)]
+            delta = self._read(info.name) - self._facts.rows(target, ids)
             chosen = np.zeros((n_vocab, len(ids)), np.float32)
             chosen[list(ids), np.arange(len(ids))] = 1
             return (chosen, delta.T) if target == TOKEN_EMBD else (delta, chosen)
@@ -106,8 +103,14 @@ class TrainedMaker:
         return [Piece(module.name, self._place(target), len(ids), 1.0, factors, "tokens")]
 
     def bias(self, module: Module, pairs: Sequence[Piece]) -> list[VectorPiece]:
-        """The change of a bias of the base, which goes with the pair of the same module."""
+        """The change of a bias of the base, which goes with the pair of the same module.
+
+        [] for one that was saved without being trained.
+        """
         info = module.part(Part.FULL_BIAS)
+        if not self._config.trains_biases and not self.is_trained(module):
+            self.skipped.append(info.name)
+            return []
         if not pairs or pairs[0].place.target == TOKEN_EMBD:
             raise UnsupportedError(
                 f"{module.name}: its bias was trained, and there is no low-rank pair to carry it",
@@ -159,12 +162,6 @@ class TrainedMaker:
         n_rows = ne[0] if target == TOKEN_EMBD else ne[1]
         # The rows are in the file's order already, so no part asks for another one.
         return Place(target, target, 0, 0, n_rows)
-
-    def _base(self, target: str) -> Values:
-        """The base's rows; the table's are kept, since a tied head reads them again."""
-        if target not in self._rows:
-            self._rows = {target: self._facts.rows(target)}
-        return self._rows[target]
 
     def _token_ids(self, module: Module) -> tuple[int, ...]:
         table = self._config.token_indices or {}
