@@ -57,7 +57,6 @@ def adapter(path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(not hasattr(os, "preadv"), reason="the system has no such calls")
 def test_peak_memory_is_a_few_tensors(tmp_path: Path) -> None:
     """At most three times the largest tensor and 200 MB, for a model larger than that."""
     base, lora = sparse_base(tmp_path / "base.gguf"), adapter(tmp_path / "a.gguf")
