@@ -154,30 +154,25 @@ def _judge(before: float, half: Effect, full: Effect, found: Diagnosis) -> None:
 
 
 def check_f16(
-    path: Path,
-    f16: Path,
-    adapter_path: Path,
+    model: Model,
+    adapter: Adapter,
     tokens: Sequence[int],
     rows: tuple[LogProbs, LogProbs],
     found: Diagnosis,
-    *,
-    n_threads: int | None,
-    ggml_folder: Path | None,
-    ignore_norm: bool,
-    tied_output: bool | None,
 ) -> None:
-    """The same text on an F16 base: is a drift the adapter's or the quantisation's?"""
-    with Model.load(f16, n_threads=n_threads, ggml_folder=ggml_folder) as model:
-        if model.hparams.n_vocab != rows[0].shape[1]:
-            raise ConfigError(
-                f"{f16}: expected {rows[0].shape[1]} tokens in the vocabulary, as {path} has, got "
-                f"{model.hparams.n_vocab}",
-                field="f16_base",
-            )
-        adapter = model.load_adapter(adapter_path, ignore_norm=ignore_norm, tied_output=tied_output)
-        with exact_context(model, len(tokens)) as context:
-            base = log_probs(context, tokens, {})
-            full = log_probs(context, tokens, {adapter: 1.0})
+    """The same text on an F16 base: is a drift the adapter's or the quantisation's?
+
+    `rows` are those of the quantised base and of the adapter on it.
+    """
+    if model.hparams.n_vocab != rows[0].shape[1]:
+        raise ConfigError(
+            f"{model.path}: expected {rows[0].shape[1]} tokens in the vocabulary, as the other base "
+            f"has, got {model.hparams.n_vocab}",
+            field="f16_base",
+        )
+    with exact_context(model, len(tokens)) as context:
+        base = log_probs(context, tokens, {})
+        full = log_probs(context, tokens, {adapter: 1.0})
     kl_base, kl_full = divergence(base, rows[0]), divergence(full, rows[1])
     effect = divergence(base, full)
     found.numbers["f16"] = {
