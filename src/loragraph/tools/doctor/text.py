@@ -166,8 +166,8 @@ def check_f16(
     """
     if model.hparams.n_vocab != rows[0].shape[1]:
         raise ConfigError(
-            f"{model.path}: expected {rows[0].shape[1]} tokens in the vocabulary, as the other base "
-            f"has, got {model.hparams.n_vocab}",
+            f"{model.path}: expected {rows[0].shape[1]} tokens in the vocabulary, as of the other "
+            f"base, got {model.hparams.n_vocab}",
             field="f16_base",
         )
     with exact_context(model, len(tokens)) as context:
