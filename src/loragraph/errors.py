@@ -10,6 +10,7 @@ LoragraphError
 ├─ RequestError(ValueError)          the caller of a generation is wrong           [status, param]
 │  ├─ InvalidRequestError              400
 │  ├─ ContextLengthError               400 context_length_exceeded
+│  ├─ PermissionDeniedError            403 permission_denied
 │  └─ ModelNotFoundError               404 model_not_found
 ├─ LifecycleError(RuntimeError)      use after close, close while attached, two threads
 ├─ CapacityError                     no cells, slots or places left                [status]
@@ -102,9 +103,29 @@ class InvalidRequestError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The tokens do not fit into the context."""
+    """The tokens do not fit into the context; how many there are, and how many it has, if known."""
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        n_prompt_tokens: int | None = None,
+        n_ctx: int | None = None,
+        param: str = "",
+        hint: str = "",
+    ) -> None:
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+        super().__init__(message, param=param, hint=hint)
+
+
+class PermissionDeniedError(RequestError):
+    """The caller may not use what the request names."""
+
+    status = 403
+    code = "permission_denied"
 
 
 class ModelNotFoundError(RequestError):

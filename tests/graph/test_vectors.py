@@ -22,8 +22,8 @@ from loragraph.adapters.gguf import check_adapter, memory_of, read_adapter, read
 from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import AdapterFormatError, LifecycleError, UnsupportedError
 from loragraph.graph.batch import Batch
 from tests.gguf_bytes import tensor

@@ -16,6 +16,8 @@ from loragraph.ggml.lib import Library
 ALPHA_KEY = "adapter.lora.alpha"
 INVOCATION_KEY = "adapter.alora.invocation_tokens"
 TIED_OUTPUT_KEY = "loragraph.adapter.tied_output"
+TASK_NAME_KEY = "adapter.lora.task_name"
+PROMPT_PREFIX_KEY = "adapter.lora.prompt_prefix"
 
 _SUFFIXES = {
     ".lora_a": "a",
@@ -63,6 +65,16 @@ class Draft:
         value = self.scalars.get(ALPHA_KEY, 0.0)
         with np.errstate(over="ignore"):
             return 0.0 if isinstance(value, str) else float(np.float32(value))
+
+    @property
+    def task_name(self) -> str:
+        """`adapter.lora.task_name`, "" where the file has none."""
+        return str(self.scalars.get(TASK_NAME_KEY, ""))
+
+    @property
+    def prompt_prefix(self) -> str:
+        """`adapter.lora.prompt_prefix`, "" where the file has none."""
+        return str(self.scalars.get(PROMPT_PREFIX_KEY, ""))
 
 
 def read_draft(

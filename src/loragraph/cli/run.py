@@ -24,7 +24,7 @@ from loragraph.cli.library import ggml_folder
 from loragraph.engine.context import Context
 from loragraph.engine.generate import Generation, Prompt
 from loragraph.engine.model import Model
-from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.params import SamplingParams
 from loragraph.errors import ConfigError
 
 _MAX_PROMPT_BYTES = 1 << 22

@@ -29,7 +29,9 @@ from loragraph.graph.arch import Family, family_of
 from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
 from loragraph.model.fingerprint import fingerprint
-from loragraph.model.hparams import HParams, read_hparams
+from loragraph.model.fold import read_fold
+from loragraph.model.hparams import HParams
+from loragraph.model.keys import Keys
 from loragraph.model.rows import WeightRows
 from loragraph.model.weights import Progress, Use, Weights
 from loragraph.vocab.chat import ChatTemplate
@@ -158,8 +160,10 @@ class Model:
     def chat_template(self) -> ChatTemplate | None:
         """The file's chat template, None where it has none. FormatError for one that is wrong."""
         source = self.vocab.chat_template()
-        if source is None:
-            return None
+        return None if source is None else self.compile_template(source)
+
+    def compile_template(self, source: str) -> ChatTemplate:
+        """Another template for this model; FormatError for one that is wrong."""
         return ChatTemplate(source, bos=self._text(self.vocab.bos), eos=self._text(self.vocab.eos))
 
     def chat_tokens(
@@ -342,11 +346,13 @@ def _prepare(
             what=f"general.type {kind}",
             hint="an adapter is given beside its base",
         )
-    family_class = family_of(files.metadata.string("general.architecture"))
-    hparams = read_hparams(files.metadata, family_class.rope_mode)
+    keys = Keys(files.metadata)
+    family_class = family_of(keys.arch)
+    hparams = family_class.read_hparams(keys)
     backend = CpuBackend(lib, n_threads)
     stack.callback(backend.close)
-    weights = Weights(lib, files, lib.c.ggml_backend_get_device(backend.ptr), repack)
+    device = lib.c.ggml_backend_get_device(backend.ptr)
+    weights = Weights(lib, files, device, repack, read_fold(files.metadata))
     stack.callback(weights.close)
     family = family_class(hparams, weights)
     weights.check_all_read()
@@ -361,4 +367,5 @@ def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:
         for name, weight in sorted(weights.by_name.items())
     }
     tied = weights.by_name[OUTPUT].info.name == TOKEN_EMBD
-    return BaseInfo(hparams.arch, hparams.name, targets, tied)
+    latent = frozenset() if weights.fold is None else weights.fold.latent
+    return BaseInfo(hparams.arch, hparams.name, targets, tied, latent)

@@ -59,15 +59,42 @@ struct ggml_tensor *ggml_add(struct ggml_context *ctx, struct ggml_tensor *a,
 struct ggml_tensor *ggml_mul(struct ggml_context *ctx, struct ggml_tensor *a,
                              struct ggml_tensor *b);
 struct ggml_tensor *ggml_scale(struct ggml_context *ctx, struct ggml_tensor *a, float s);
-struct ggml_tensor *ggml_swiglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
-                                      struct ggml_tensor *b);
+struct ggml_tensor *ggml_tanh(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_swiglu(struct ggml_context *ctx, struct ggml_tensor *a);
 struct ggml_tensor *ggml_geglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
                                      struct ggml_tensor *b);
+struct ggml_tensor *ggml_swiglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
+                                      struct ggml_tensor *b);
 struct ggml_tensor *ggml_rms_norm(struct ggml_context *ctx, struct ggml_tensor *a, float eps);
 struct ggml_tensor *ggml_mul_mat(struct ggml_context *ctx, struct ggml_tensor *a,
                                  struct ggml_tensor *b);
 struct ggml_tensor *ggml_mul_mat_id(struct ggml_context *ctx, struct ggml_tensor *as,
                                     struct ggml_tensor *b, struct ggml_tensor *ids);
+struct ggml_tensor *ggml_add_id(struct ggml_context *ctx, struct ggml_tensor *a,
+                                struct ggml_tensor *b, struct ggml_tensor *ids);
+struct ggml_tensor *ggml_div(struct ggml_context *ctx, struct ggml_tensor *a,
+                             struct ggml_tensor *b);
+struct ggml_tensor *ggml_sigmoid(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_soft_max(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_sum_rows(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_clamp(struct ggml_context *ctx, struct ggml_tensor *a, float min,
+                               float max);
+struct ggml_tensor *ggml_fill(struct ggml_context *ctx, struct ggml_tensor *a, float c);
+struct ggml_tensor *ggml_arange(struct ggml_context *ctx, float start, float stop, float step);
+struct ggml_tensor *ggml_argsort(struct ggml_context *ctx, struct ggml_tensor *a, int order);
+struct ggml_tensor *ggml_argsort_top_k(struct ggml_context *ctx, struct ggml_tensor *a, int k);
+struct ggml_tensor *ggml_concat(struct ggml_context *ctx, struct ggml_tensor *a,
+                                struct ggml_tensor *b, int dim);
+struct ggml_tensor *ggml_repeat_4d(struct ggml_context *ctx, struct ggml_tensor *a, int64_t ne0,
+                                   int64_t ne1, int64_t ne2, int64_t ne3);
+struct ggml_tensor *ggml_reshape_4d(struct ggml_context *ctx, struct ggml_tensor *a, int64_t ne0,
+                                    int64_t ne1, int64_t ne2, int64_t ne3);
+struct ggml_tensor *ggml_swiglu_oai(struct ggml_context *ctx, struct ggml_tensor *a,
+                                    struct ggml_tensor *b, float alpha, float limit);
+struct ggml_tensor *ggml_rope_set_offset(struct ggml_tensor *a, int n_offs);
+void ggml_soft_max_add_sinks(struct ggml_tensor *a, struct ggml_tensor *sinks);
+void ggml_flash_attn_ext_add_sinks(struct ggml_tensor *a, struct ggml_tensor *sinks);
+void ggml_mul_mat_set_hint(struct ggml_tensor *a, int hint);
 void ggml_mul_mat_set_prec(struct ggml_tensor *a, int prec);
 struct ggml_tensor *ggml_cpy(struct ggml_context *ctx, struct ggml_tensor *a,
                              struct ggml_tensor *b);
@@ -286,6 +313,8 @@ bool llama_vocab_get_add_sep(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_pre(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_suf(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_mid(const struct llama_vocab *vocab);
+llama_token llama_vocab_fim_rep(const struct llama_vocab *vocab);
+llama_token llama_vocab_fim_sep(const struct llama_vocab *vocab);
 int32_t llama_tokenize(const struct llama_vocab *vocab, const char *text, int32_t text_len,
                        llama_token *tokens, int32_t n_tokens_max, bool add_special,
                        bool parse_special);
@@ -311,6 +340,16 @@ struct llama_sampler *llama_sampler_init_top_p(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_min_p(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_typical(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_temp(float t);
+struct llama_sampler *llama_sampler_init_temp_ext(float t, float delta, float exponent);
+struct llama_sampler *llama_sampler_init_top_n_sigma(float n);
+struct llama_sampler *llama_sampler_init_xtc(float p, float t, size_t min_keep, uint32_t seed);
+struct llama_sampler *llama_sampler_init_mirostat(int32_t n_vocab, uint32_t seed, float tau,
+                                                  float eta, int32_t m);
+struct llama_sampler *llama_sampler_init_mirostat_v2(uint32_t seed, float tau, float eta);
+struct llama_sampler *llama_sampler_init_dry(const struct llama_vocab *vocab, float dry_multiplier,
+                                             float dry_base, int32_t dry_allowed_length,
+                                             int32_t dry_penalty_last_n,
+                                             const char **seq_breakers, size_t num_breakers);
 struct llama_sampler *llama_sampler_init_grammar(const struct llama_vocab *vocab,
                                                  const char *grammar_str,
                                                  const char *grammar_root);

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loragraph.adapters.mix import Mix
-from loragraph.errors import CapacityError, UnsupportedError
+from loragraph.errors import CapacityError
 from loragraph.ggml.handles import Tensor
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
-from loragraph.model.weights import Use, Weight
+from loragraph.model.weights import Weight
 
 NODES_PER_PAIR_BUDGET = 6
 """Nodes that llama.cpp reserves for one pair of a registered adapter; the branch uses four."""
 
 
 class RowSet(Enum):
-    """Which rows an activation holds: all tokens, or only those whose logits are wanted."""
+    """Which rows an activation holds: all tokens, the outputs, or those of them with logits."""
 
     TOKENS = "tokens"
     OUTPUTS = "outputs"
+    LOGITS = "logits"  # in steps where other outputs give their state
+
+
+def mix_of_rows(batch: Batch) -> dict[RowSet, NDArray[np.int32]]:
+    """The mix (n_rows,) i32 of each row of the row sets that the batch's graph uses."""
+    found = {RowSet.TOKENS: batch.mix, RowSet.OUTPUTS: batch.mix[batch.outputs]}
+    if batch.n_states:
+        found[RowSet.LOGITS] = found[RowSet.OUTPUTS][: batch.n_logits]
+    return found
 
 
 class GraphLowering(Protocol):
@@ -30,8 +42,13 @@ class GraphLowering(Protocol):
     def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
         """y F32 [n_out, n] = W x; gives y plus the low-rank part."""
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
-        """The same for products with the experts `ids` I32 [n_used, n]."""
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
+        """The same for products with the experts `ids` I32 [n_used, n].
+
+        x F32 [n_in, 1 or n_used, n] · y F32 [n_out, n_used, n]; A and B are those of the expert.
+        """
 
     def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
         """The same for rows `ids` I32 [n] of the token table."""
@@ -74,7 +91,9 @@ class NoLowering:
         """y itself."""
         return y
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
         """y itself."""
         return y
 
@@ -86,22 +105,10 @@ class NoLowering:
         """Nothing to bind."""
 
 
-def check_mixable(mix: Mix, max_mix: int, weights: Mapping[str, Weight], name: str) -> None:
-    """What `routed` and `stacked` refuse: more than `max_mix` adapters a token, and experts.
-
-    CapacityError or UnsupportedError; `name` is the lowering's.
-    """
+def check_mixable(mix: Mix, max_mix: int) -> None:
+    """What `routed` and `stacked` refuse: CapacityError for more than `max_mix` adapters."""
     if len(mix) > max_mix:
         raise CapacityError(
             f"expected at most {max_mix} adapters a token, got {len(mix)}",
             hint="combine some of them into one adapter",
         )
-    for adapter in mix.adapters:
-        for target in adapter.pairs:
-            weight = weights.get(target)
-            if weight is not None and weight.use is Use.EXPERTS:
-                raise UnsupportedError(
-                    f"{target}: the {name} lowering has no experts yet",
-                    what=f"{name} experts",
-                    hint="use lowering='branch'",
-                )

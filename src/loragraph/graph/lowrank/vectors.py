@@ -227,8 +227,10 @@ class _VectorGraph:
     def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
         return self._inner.linear(ops, w, x, self._apply(ops, w, y, rows), rows)
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
-        return self._inner.experts(ops, w, x, ids, y)  # experts have no vectors: the checks say so
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
+        return self._inner.experts(ops, w, x, ids, y, rows)  # no vectors: the checks say so
 
     def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
         return self._inner.lookup(ops, w, ids, self._apply(ops, w, y, RowSet.TOKENS))
