@@ -40,6 +40,7 @@ from tests.numerics.runs import (
 from tests.reference.adapter import AdapterArrays, read_tensors
 from tests.reference.llama import ReferenceLlama
 from tests.tiny import TinyAdapter, TinyLlama, write_adapter_raw
+from tests.tiny_fold import Folding, write_folded
 
 EXACT_NMSE = 2e-12
 TOKENS = random_tokens(16)
@@ -347,6 +348,17 @@ def test_a_wrong_vector_is_refused(case: str, setting: Setting, tmp_path: Path) 
         setting.model.load_adapter(path)
     found = check_adapter(setting.model.lib, path, setting.model.base_info)
     assert any(message in str(problem) for problem in found)
+
+
+def test_dora_on_a_folded_base_is_refused(tmp_path: Path) -> None:
+    """A folded base's rows are rotated: their lengths with B A added would be wrong."""
+    base = write_folded(TINY, Folding(), tmp_path / "m.gguf")
+    path = DORAS[1].write(tmp_path / "a.gguf", TINY)
+    with Model.load(base, n_threads=1) as model:
+        with pytest.raises(UnsupportedError, match="Hadamard-folded base"):
+            model.load_adapter(path)
+        biased = TinyDora(TinyAdapter(targets=("attn_q",)), bias=True)
+        model.load_adapter(biased.write(tmp_path / "b.gguf", TINY))  # needs no lengths
 
 
 def test_dora_of_a_table_that_is_the_head_too_is_refused(tmp_path: Path) -> None:
