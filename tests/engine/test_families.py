@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.engine.request import Request
 from loragraph.engine.sampler import SamplingParams
-from loragraph.errors import FormatError
+from loragraph.errors import AdapterMismatchError, FormatError
 from tests.numerics.compare import greedy_agreement
 from tests.numerics.runs import random_tokens
 from tests.tiny import TinyAdapter
@@ -79,3 +80,16 @@ def test_cells_turned_for_long_contexts_are_not_taken_for_short_ones(tmp_path: P
             pytest.raises(FormatError, match=r"cells: expected .*long_context=True"),
         ):
             engine.load_session(path)
+
+
+def test_an_adapter_for_q_alone_says_that_the_base_has_one_matrix(tmp_path: Path) -> None:
+    """On a base whose q, k and v are fused, an adapter of attn_q is refused with the name of the
+    matrix that there is."""
+    tiny = TinyPhi3()
+    path = tmp_path / "a.gguf"
+    TinyAdapter(targets=("attn_q",)).write(path, replace(tiny, fused_qkv=False))
+    with (
+        Model.load(tiny.write(tmp_path / "m.gguf"), n_threads=1) as model,
+        pytest.raises(AdapterMismatchError, match=r"one matrix of this base, 'blk\.0\.attn_qkv"),
+    ):
+        model.load_adapter(path)

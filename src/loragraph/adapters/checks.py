@@ -9,6 +9,7 @@ base does nothing without one. Messages keep llama.cpp's phrases, since people s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from loragraph.adapters.base import TOKEN_EMBD, BaseInfo, TargetKind, target_kind
@@ -30,6 +31,8 @@ from loragraph.ggml.gguf import Scalar, TensorInfo
 
 MAX_RANK = 4096
 """Larger ranks are refused: no training gives them, and scratch memory grows with the rank."""
+
+_FUSED = re.compile(r"(blk\.\d+\.)attn_[qkv](?=\.weight$)")
 
 Problems = Iterator[LoragraphError]
 FileCheck = Callable[[Draft, BaseInfo | None], Problems]
@@ -165,11 +168,14 @@ def complete(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problems:
 def in_base(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
     """The target is a tensor of the base."""
     if base is not None and pair.target not in base.targets:
+        fused = _FUSED.sub(r"\1attn_qkv", pair.target)
+        hint = "maybe wrong base model?"
+        if fused != pair.target and fused in base.targets:
+            hint = f"q, k and v are one matrix of this base, '{fused}'"
         yield _mismatch(
             draft,
-            f"LoRA tensor '{pair.target}' does not exist in base model "
-            f"(hint: maybe wrong base model?): {base.arch} '{base.name}' with "
-            f"{len(base.targets)} tensors",
+            f"LoRA tensor '{pair.target}' does not exist in base model (hint: {hint}): "
+            f"{base.arch} '{base.name}' with {len(base.targets)} tensors",
             pair.target,
         )
 
