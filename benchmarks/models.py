@@ -32,7 +32,7 @@ LINEAR_WEIGHTS = (
 """The seven linear weights of a layer of the llama family."""
 
 _FORMAT = 1  # of the cached files; raise it when what is written changes
-_TYPES = gguf.GGMLQuantizationType
+_TYPES: type[gguf.GGMLQuantizationType] = gguf.GGMLQuantizationType
 _FILE_TYPES = {
     "F32": gguf.LlamaFileType.ALL_F32,
     "F16": gguf.LlamaFileType.MOSTLY_F16,

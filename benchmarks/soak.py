@@ -90,7 +90,7 @@ class Soak:
             for name in self._names:
                 self._swap(engine, name, random.Random(name))
             self.report.speed_start = self._speed(engine)
-            self.report.rss_start = _rss()
+            self.report.rss_start = rss_kib()
             clients = [
                 threading.Thread(target=self._client, args=(engine, i)) for i in range(n_clients)
             ]
@@ -101,7 +101,7 @@ class Soak:
             self._stop.set()
             for thread in threads:
                 thread.join()
-            self.report.rss_end = _rss()
+            self.report.rss_end = rss_kib()
             self.report.speed_end = self._speed(engine)
             self._check_idle(engine)
             self._compare(engine)
@@ -239,7 +239,7 @@ class Soak:
                 return
 
 
-def _rss() -> int:
+def rss_kib() -> int:
     """Resident KiB of now, or the largest so far where the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

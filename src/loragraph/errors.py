@@ -10,12 +10,14 @@ LoragraphError
 ├─ RequestError(ValueError)          the caller of a generation is wrong           [status, param]
 │  ├─ InvalidRequestError              400
 │  ├─ ContextLengthError               400 context_length_exceeded
+│  ├─ PermissionDeniedError            403 permission_denied
 │  └─ ModelNotFoundError               404 model_not_found
 ├─ LifecycleError(RuntimeError)      use after close, close while attached, two threads
 ├─ CapacityError                     no cells, slots or places left                [status]
 │  └─ OverloadedError                  429: too many requests wait
 ├─ DeadlineError                     a request's time was over                     [status, result]
 ├─ AdapterChangedError               a file is no longer what was registered       [status]
+├─ OutputError                       a file could not be written: full disk, no permission
 └─ BackendError                      ggml failed, is missing or is of another version
 
 A message says expected, got, where, and then a hint.
@@ -101,9 +103,29 @@ class InvalidRequestError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The tokens do not fit into the context."""
+    """The tokens do not fit into the context; how many there are, and how many it has, if known."""
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        n_prompt_tokens: int | None = None,
+        n_ctx: int | None = None,
+        param: str = "",
+        hint: str = "",
+    ) -> None:
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+        super().__init__(message, param=param, hint=hint)
+
+
+class PermissionDeniedError(RequestError):
+    """The caller may not use what the request names."""
+
+    status = 403
+    code = "permission_denied"
 
 
 class ModelNotFoundError(RequestError):
@@ -146,6 +168,12 @@ class AdapterChangedError(LoragraphError):
     """An adapter was to be loaded again, but its file has other content than the first time."""
 
     status = 409
+
+
+class OutputError(LoragraphError):
+    """A file could not be written; what stood under its name stands there still."""
+
+    status = 500
 
 
 class BackendError(LoragraphError):

@@ -18,11 +18,12 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.core import EngineCore
 from loragraph.engine.job import ChoiceState, Job
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.plan import SchedulerConfig
-from loragraph.engine.registry import AdapterHeader, Generation, Registry
-from loragraph.engine.request import Event, Outcome, Result
+from loragraph.engine.registry import AdapterHeader, Generation, LoadOptions, Registry
+from loragraph.engine.request import Embedding, Event, Outcome, Result
 from loragraph.engine.residency import Residency
-from loragraph.engine.sampler import Sampler, SamplingParams
+from loragraph.engine.sampler import Sampler
 from loragraph.errors import LoragraphError
 from loragraph.graph.batch import Batch
 from loragraph.vocab.stream import TextStream
@@ -55,6 +56,7 @@ class NamedAdapter:
         self.invocation_tokens = tuple(invocation)
         self.pairs: dict[str, object] = {}
         self.nbytes = 100
+        self.report = None
         self.n_attached = 0
         self.closed = False
 
@@ -80,6 +82,7 @@ class HashRunner:
         self.contents = np.zeros(n_cells, np.int64)
         self.resident: set[Adapter] = set()
         self.n_rows = 0
+        self.states: NDArray[np.float32] = np.empty((0, 4), np.float32)
         self.before_step: Callable[[], None] = lambda: None
 
     def run(self, batch: Batch, *, copy: bool = True) -> NDArray[np.float32]:
@@ -101,8 +104,10 @@ class HashRunner:
             history = tuple(int(self.contents[cell]) for _, cell in sorted(seen[row])[:-1])
             contents[row] = hash((mix.key, int(batch.tokens[row]), history))
             self.contents[batch.cells[row]] = contents[row]
-        logits = np.zeros((batch.n_outputs, N_TOKENS), np.float32)
-        logits[np.arange(batch.n_outputs), contents[batch.outputs] % 97] = 1
+        logits = np.zeros((batch.n_logits, N_TOKENS), np.float32)
+        wanted = contents[batch.outputs]
+        logits[np.arange(batch.n_logits), wanted[: batch.n_logits] % 97] = 1
+        self.states = (wanted[batch.n_logits :, None] % [97, 89, 83, 79]).astype(np.float32)
         return logits
 
     def zero_cells(self, cells: NDArray[np.int64]) -> None:
@@ -172,7 +177,7 @@ class FakeEngine:
         pending = Pending()
         params = fields.pop("params", GREEDY)
         job = Job(tokens, scales, max_tokens, pending.outcomes.append, **fields)
-        for index in range(0 if job.score_from is not None else n):
+        for index in range(n):
             sampler = Sampler(cast(Any, ByteTexts()), params)
             job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
         pending.job = job
@@ -220,13 +225,12 @@ class FakeEngine:
         assert scheduler.blocks.n_used == scheduler.tree.stats.n_cached
         scheduler.tree.check()
         assert pool.stats.n_tickets == 0
-        assert not self.core._choices
-        assert not self.core._scores
+        assert not self.core.outputs.choices
         self.core.residency.sync()
         open_ = [adapter for adapter in self.loaded if not adapter.closed]
         assert len(open_) == pool.stats.n_resident
 
-    def _header(self, path: Path) -> AdapterHeader:
+    def _header(self, path: Path, options: LoadOptions) -> AdapterHeader:
         found = self.files[path.name]
         nbytes = found.nbytes if isinstance(found, NamedAdapter) else 100
         return AdapterHeader(nbytes, 4, 1, self.invocations[path.name])
@@ -252,6 +256,13 @@ class Pending:
         if isinstance(last, LoragraphError):
             raise last
         return cast(Result, last)
+
+    @property
+    def embedding(self) -> Embedding:
+        """The embedding."""
+        last = self.outcomes[-1]
+        assert isinstance(last, Embedding), f"no embedding: {last}"
+        return last
 
     @property
     def error(self) -> LoragraphError:

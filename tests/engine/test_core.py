@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.pool import State
 from loragraph.engine.request import Event
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
     AdapterChangedError,
     BackendError,

@@ -14,9 +14,9 @@ import pytest
 from loragraph.engine.context import Context
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.pool import State
 from loragraph.engine.request import Request, Result
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
     AdapterChangedError,
     CapacityError,
@@ -186,9 +186,22 @@ def test_a_long_score_is_computed_in_chunks(model: Model, files: Files) -> None:
     assert np.allclose(chunked, whole, atol=BOUND)
 
 
-def test_a_seed_gives_the_same_text_whatever_else_runs(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mirostat": 1},
+        {"mirostat": 2, "min_tokens": 5},
+        {"xtc_probability": 0.5, "top_n_sigma": 2.0, "dry_multiplier": 1.0, "logprobs": 3},
+        {"dynatemp_range": 0.5, "repeat_penalty": 1.2, "stop_token_ids": (7,), "typical_p": 0.9},
+    ],
+    ids=repr,
+)
+def test_a_seed_gives_the_same_text_whatever_else_runs(
+    engine: Engine, options: dict[str, Any]
+) -> None:
     """Alone, and among others; n choices draw with seed, seed + 1, ..."""
-    params = SamplingParams(seed=5, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(seed=5, max_tokens=8, ignore_eos=True, **options)
     wanted = Request(PROMPT, {"a": 1.0}, params, n=3)
     alone = engine.run(wanted)
     others = [Request(PROMPT[i:], {"b": 1.0}, params) for i in range(6)]

@@ -9,8 +9,8 @@ import pytest
 
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
-from loragraph.engine.sampler import SamplingParams
 from tests.numerics.runs import random_tokens
 from tests.tiny import TinyAdapter, TinyModel
 from tests.tiny_experts import TinyDeepSeek2, TinyGptOss, TinyQwen3MoE

@@ -11,8 +11,8 @@ import pytest
 from loragraph.engine.context import Context
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import AdapterMismatchError, FormatError
 from tests.numerics.compare import greedy_agreement
 from tests.numerics.runs import random_tokens

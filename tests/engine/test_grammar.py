@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from loragraph.engine.automaton import DEAD, Automaton
 from loragraph.engine.gbnf import MAX_BYTES, parse_grammar
 from loragraph.engine.grammar import GrammarMatcher
-from loragraph.engine.sampler import Sampler, SamplingParams
+from loragraph.engine.params import SamplingParams
+from loragraph.engine.sampler import Sampler
 from loragraph.errors import InvalidRequestError, UnsupportedError
 from loragraph.vocab.vocab import Vocab
 

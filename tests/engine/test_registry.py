@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loragraph.engine.registry import AdapterHeader, Registry
+from loragraph.engine.registry import AdapterHeader, LoadOptions, Registry
 from loragraph.errors import (
     AdapterChangedError,
     ConfigError,
@@ -24,9 +24,11 @@ class Headers:
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
+        self.options: list[LoadOptions] = []
 
-    def __call__(self, path: Path) -> AdapterHeader:
+    def __call__(self, path: Path, options: LoadOptions) -> AdapterHeader:
         self.paths.append(path)
+        self.options.append(options)
         if path.stem == "bad":
             raise GGUFError("damaged", path=path)
         return HEADER
@@ -159,3 +161,14 @@ def test_many_threads_resolve_one_generation(folder: Path) -> None:
     for thread in threads:
         thread.join(10)
     assert len(set(found)) == 1
+
+
+def test_a_generation_keeps_how_it_is_read() -> None:
+    """Its header is read so, and a new generation of the same file is too."""
+    headers = Headers()
+    registry = Registry(headers)
+    options = LoadOptions(ignore_norm=True, tied_output=False)
+    old, _ = registry.register("a", "a.gguf", options)
+    new = registry.renew(old)
+    assert new is not None
+    assert (old.options, new.options, headers.options) == (options, options, [options])

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loragraph.engine.sampler import Sampler, SamplingParams
+from loragraph.engine.params import SamplingParams
+from loragraph.engine.sampler import Sampler
 from loragraph.errors import BackendError, InvalidRequestError
 from loragraph.vocab.vocab import Vocab
 
@@ -198,6 +199,26 @@ def test_bias_and_ignored_ends(bpe: Vocab) -> None:
             _draws(bpe, logits, 1, temperature=temperature, logit_bias=everything)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_ends_before_min_tokens(bpe: Vocab, temperature: float) -> None:
+    """End and stop tokens are masked until so many are accepted, also for the fast path."""
+    logits = np.zeros(bpe.n_tokens, np.float32)
+    logits[[2, 30, 40]] = (90.0, 80.0, 70.0)
+    params = SamplingParams(temperature=temperature, seed=1, min_tokens=2, stop_token_ids=(30,))
+    with Sampler(bpe, params) as sampler:
+        for _ in range(2):
+            for _ in range(2):
+                assert sampler.sample(logits) == 40
+                assert sampler.forbidden is not None
+                assert sampler.forbidden >= {2, 30}
+                sampler.accept(40)
+                with sampler.clone() as clone:
+                    assert clone.forbidden == sampler.forbidden
+            assert sampler.sample(logits) == 2
+            assert not sampler.forbidden
+            sampler.reset()
+
+
 @pytest.mark.parametrize("top_k", [0, 1, 3, 40])
 def test_grammar_comes_before_the_filters(bpe: Vocab, top_k: int) -> None:
     """The draws are those of the twin over the allowed tokens alone."""
@@ -248,7 +269,7 @@ def test_wrong_logits(bpe: Vocab) -> None:
         ("min_p", -0.1),
         ("typical_p", 2),
         ("repeat_penalty", 0.0),
-        ("repeat_last_n", -1),
+        ("repeat_last_n", -2),
         ("frequency_penalty", math.inf),
         ("presence_penalty", None),
         ("seed", -1),
@@ -260,6 +281,14 @@ def test_wrong_logits(bpe: Vocab) -> None:
         ("stop", "text"),
         ("stop", ("",)),
         ("stop", ("a",) * 100),
+        ("logprobs", -1),
+        ("logprobs", 129),
+        ("stop_token_ids", [3]),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (340,)),
+        ("stop_token_ids", tuple(range(2000))),
+        ("min_tokens", -1),
+        ("min_tokens", None),
         ("logit_bias", [1]),
         ("logit_bias", {-1: 0.5}),
         ("logit_bias", {"1": 0.5}),
@@ -273,6 +302,12 @@ def test_parameters_are_checked(bpe: Vocab, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
         Sampler(bpe, SamplingParams(**{name: value}))
     assert caught.value.param == name
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    """Cannot be had."""
+    with pytest.raises(InvalidRequestError, match="min_tokens: expected at most max_tokens 3"):
+        SamplingParams(min_tokens=4, max_tokens=3)
 
 
 def test_accept_checks_the_id(bpe: Vocab) -> None:

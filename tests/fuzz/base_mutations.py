@@ -79,10 +79,9 @@ def bases() -> list[Base]:
         TinyDeepSeek2(n_layer=2, gating=2, selection_bias=True, norm_weights=True),
         TinyDeepSeek2(n_layer=2, absorbed=False, n_expert=8, n_group=4, n_group_used=2),
     ]
-    shallow = [model for model in VARIANTS.values() if model.n_layer < 40]
     folded = [(TinyLlama(n_layer=1), Folding(latent=True)), (TinyLlama(tied=True), _TIED)]
-    plain = [Base.of(form) for form in (*forms, *shallow)]
-    return plain + [_folded(*one) for one in folded]
+    shallow = [model for model in VARIANTS.values() if model.n_layer < 40]
+    return [Base.of(form) for form in (*forms, *shallow)] + [_folded(*one) for one in folded]
 
 
 _TIED = Folding(tied=True, block_size=16)

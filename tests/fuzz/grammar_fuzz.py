@@ -13,7 +13,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from loragraph.engine.sampler import Sampler, SamplingParams
+from loragraph.engine.params import SamplingParams
+from loragraph.engine.sampler import Sampler
 from loragraph.errors import InvalidRequestError
 from loragraph.ggml.lib import load_library
 from loragraph.vocab.vocab import Vocab

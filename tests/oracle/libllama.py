@@ -28,6 +28,7 @@ def _import_low_level() -> ModuleType:
 low = _import_low_level()
 
 _GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
+_POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3}
 _LEVEL_ERROR = 4
 
 
@@ -102,6 +103,7 @@ class Libllama:
         use_mmap: bool = True,
         repack: bool = True,
         vocab_only: bool = False,
+        pooling: Literal["none", "mean", "cls", "last"] | None = None,
     ) -> None:
         self._model: Any = None
         self._context: Any = None
@@ -121,12 +123,16 @@ class Libllama:
             params.flash_attn_type = int(flash)
             params.type_k = params.type_v = _GGML_TYPES[kv_type]
             params.no_perf = False
+            if pooling is not None:
+                params.embeddings = True
+                params.pooling_type = _POOLINGS[pooling]
             self._context = low.llama_init_from_model(self._model, params)
             if not self._context:
                 self.close()
                 raise LibllamaError(self.log.error_text)
         self.n_ctx = n_ctx
         self._n_past = 0
+        self._pooled = pooling not in (None, "none")
 
     def _load(self, path: str | Path, use_mmap: bool, repack: bool, vocab_only: bool) -> Any:
         params = low.llama_model_default_params()
@@ -246,6 +252,20 @@ class Libllama:
         pointer = low.llama_get_logits(self._context)
         n_outputs = 1 if last_only else count
         return np.ctypeslib.as_array(pointer, shape=(n_outputs, self.n_vocab)).copy()
+
+    def embed(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """States of a fresh sequence, (n_embd,) f32, or without pooling (n_tokens, n_embd) f32.
+
+        Only in a context made with `pooling`.
+        """
+        self.clear()
+        self.decode(tokens)
+        n_embd = int(low.llama_model_n_embd(self._model))
+        if self._pooled:
+            pooled = low.llama_get_embeddings_seq(self._context, 0)
+            return np.ctypeslib.as_array(pooled, shape=(n_embd,)).copy()
+        rows = low.llama_get_embeddings(self._context)
+        return np.ctypeslib.as_array(rows, shape=(len(tokens), n_embd)).copy()
 
     def logits(self, tokens: Sequence[int], chunk: int | None = None) -> npt.NDArray[np.float32]:
         """Logits (n_tokens, n_vocab) f32 of a fresh sequence, `chunk` tokens a decode."""

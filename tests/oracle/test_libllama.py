@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_reused_graphs_are_counted(oracle: Libllama) -> None:
 
 @pytest.mark.parametrize("options", [{"use_mmap": False}, {"repack": False}])
 def test_placement_options_keep_f32_bits(
-    options: dict[str, bool], oracle: Libllama, tmp_path: Path
+    options: dict[str, Any], oracle: Libllama, tmp_path: Path
 ) -> None:
     """Mapping and repacking are choices of memory, not of numbers, for an F32 base."""
     with Libllama(tmp_path / "m.gguf", kv_type="f32", **options) as other:

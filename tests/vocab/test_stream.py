@@ -96,3 +96,15 @@ def test_empty_stop_is_refused() -> None:
     """An empty stop string would end every text at once."""
     with pytest.raises(InvalidRequestError, match="non-empty"):
         TextStream(["a", ""])
+
+
+def test_a_stop_string_too_early_is_text() -> None:
+    """Only one that is completed later counts, and it may overlap one that did not."""
+    stream = TextStream(["aba"])
+    assert stream.feed(b"xaba", may_stop=False) == "xab"
+    assert not stream.stopped
+    assert stream.feed(b"b", may_stop=False) == ""
+    assert stream.feed(b"a") == ""
+    assert stream.stop_string == "aba"
+    plain = TextStream()
+    assert plain.feed(b"abc", may_stop=False) + plain.flush() == "abc"

@@ -21,6 +21,7 @@ from loragraph.adapters.draft import (
     DraftPair,
 )
 from loragraph.adapters.values import TYPE_NAMES, Bytes, all_finite
+from loragraph.adapters.vector_checks import bias_in_range, tied_magnitude, vectors
 from loragraph.errors import (
     AdapterFormatError,
     AdapterMismatchError,
@@ -302,6 +303,7 @@ FILE_CHECKS: tuple[FileCheck, ...] = (
     norms,
     duplicates,
     not_empty,
+    tied_magnitude,
 )
 PAIR_CHECKS: tuple[PairCheck, ...] = (
     complete,
@@ -313,8 +315,9 @@ PAIR_CHECKS: tuple[PairCheck, ...] = (
     experts,
     rank_range,
     types,
+    vectors,
 )
-DATA_CHECKS: tuple[DataCheck, ...] = (finite,)
+DATA_CHECKS: tuple[DataCheck, ...] = (finite, bias_in_range)
 
 
 def type_name(type_: int) -> str:

@@ -16,17 +16,32 @@ from loragraph.ggml.lib import Library
 ALPHA_KEY = "adapter.lora.alpha"
 INVOCATION_KEY = "adapter.alora.invocation_tokens"
 TIED_OUTPUT_KEY = "loragraph.adapter.tied_output"
+TASK_NAME_KEY = "adapter.lora.task_name"
+PROMPT_PREFIX_KEY = "adapter.lora.prompt_prefix"
 
-_SUFFIXES = {".lora_a": "a", ".lora_b": "b"}
+_SUFFIXES = {
+    ".lora_a": "a",
+    ".lora_b": "b",
+    # loragraph's own (docs/adapter-format.md); llama.cpp refuses a file that has them.
+    ".lora_magnitude": "magnitude",
+    ".lora_bias": "bias",
+}
 
 
 @dataclass(slots=True)
 class DraftPair:
-    """The halves found for one target; either may be missing."""
+    """The halves found for one target, either may be missing, and the vectors beside them."""
 
     target: str
     a: TensorInfo | None = None
     b: TensorInfo | None = None
+    magnitude: TensorInfo | None = None
+    bias: TensorInfo | None = None
+
+    @property
+    def vectors(self) -> tuple[TensorInfo, ...]:
+        """The magnitude and the bias, as far as there are any."""
+        return tuple(part for part in (self.magnitude, self.bias) if part is not None)
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,16 @@ class Draft:
         value = self.scalars.get(ALPHA_KEY, 0.0)
         with np.errstate(over="ignore"):
             return 0.0 if isinstance(value, str) else float(np.float32(value))
+
+    @property
+    def task_name(self) -> str:
+        """`adapter.lora.task_name`, "" where the file has none."""
+        return str(self.scalars.get(TASK_NAME_KEY, ""))
+
+    @property
+    def prompt_prefix(self) -> str:
+        """`adapter.lora.prompt_prefix`, "" where the file has none."""
+        return str(self.scalars.get(PROMPT_PREFIX_KEY, ""))
 
 
 def read_draft(

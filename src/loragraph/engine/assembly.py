@@ -22,6 +22,7 @@ from loragraph.graph.lowrank.branch import BranchLowering
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
 from loragraph.graph.lowrank.stacked import StackedLowering
+from loragraph.graph.lowrank.vectors import VectorLowering
 from loragraph.graph.products import (
     GgmlProducts,
     GraphProducts,
@@ -76,16 +77,18 @@ def make_runner(
             long_context=is_long_context(hparams, model.weights, n_ctx_sequence),
         )
         made.callback(cache.close)
+        # The runner computes row vectors (DoRA, biases) around the lowering that callers see.
+        whole = VectorLowering(lowering, lib, model.weights.by_name, n_batch, max(n_slots, 64))
         runner = Runner(
             model.family,
             len(model.weights.by_name),
             cache,
             attention,
-            lowering,
+            whole,
             backend,
             n_batch,
             n_ctx_sequence,
-            _make_products(model, lowering_name),
+            products=_make_products(model, lowering_name),
         )
         made.pop_all()
     return lowering, runner

@@ -18,20 +18,23 @@ def batch_of(plan: StepPlan) -> Batch:
     """The plan's batch. Call it before the scheduler's next `schedule`, which moves the tree on.
 
     Rows stand in the order of the plan's chunks, and the outputs are each chunk's last `n_outputs`
-    rows; if the whole plan has none, the last row, for a caller who passes over it. The stretches
+    rows, first those that give logits, then those that give states; if the whole plan has none, the
+    last row's logits, for a caller who passes over them. The stretches
     are the tree's nodes on the paths of the chunks, ancestors first, and the cells that a duplicate
     chunk has to itself.
     """
     chunks = plan.chunks
     mix, mixes = _mixes(chunks)
+    outputs, n_states = _outputs(chunks)
     return Batch(
         tokens=np.array(list(chain.from_iterable(chunk.tokens for chunk in chunks)), np.int32),
         positions=_ranges(chunks),
         cells=cells_of(chain.from_iterable(chunk.runs for chunk in chunks)),
         mix=mix,
         mixes=mixes,
-        outputs=_outputs(chunks),
+        outputs=outputs,
         stretches=_stretches(chunks),
+        n_states=n_states,
     )
 
 
@@ -40,13 +43,17 @@ def _ranges(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
     return np.fromiter(positions, np.int32)
 
 
-def _outputs(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
-    rows: list[int] = []
+def _outputs(chunks: tuple[Chunk, ...]) -> tuple[NDArray[np.int32], int]:
+    """(n_outputs,) i32, and how many of them, the last ones, give states."""
+    logits: list[int] = []
+    states: list[int] = []
     row = 0
     for chunk in chunks:
         row += chunk.n_tokens
-        rows.extend(range(row - chunk.n_outputs, row))
-    return np.array(rows or [row - 1], np.int32)  # a graph has at least one output row
+        kind = states if chunk.sequence.gives_states else logits
+        kind.extend(range(row - chunk.n_outputs, row))
+    rows = logits + states or [row - 1]  # a graph has at least one output row
+    return np.array(rows, np.int32), len(states)
 
 
 def _mixes(chunks: tuple[Chunk, ...]) -> tuple[NDArray[np.int32], tuple[Mix, ...]]:

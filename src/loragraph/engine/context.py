@@ -33,8 +33,8 @@ from loragraph.engine.generate import (
 )
 from loragraph.engine.model import Model
 from loragraph.engine.options import choice, integer, memory_errors, threads
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.runner import Counters
-from loragraph.engine.sampler import SamplingParams
 from loragraph.errors import (
     CapacityError,
     ContextLengthError,

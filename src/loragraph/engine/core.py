@@ -11,46 +11,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.engine.batching import batch_of
+from loragraph.engine.counters import CoreStats
 from loragraph.engine.holds import Hold, Holds
 from loragraph.engine.invocation import active_from, segments_of
-from loragraph.engine.job import ChoiceState, Job
-from loragraph.engine.parts import StepRunner, TokenTexts, best_tokens, logprobs_of
-from loragraph.engine.plan import Chunk, SchedulerConfig, StepPlan
+from loragraph.engine.job import Job
+from loragraph.engine.outputs import StepOutputs
+from loragraph.engine.parts import StepRunner, TokenTexts
+from loragraph.engine.plan import SchedulerConfig
 from loragraph.engine.pool import Grant
 from loragraph.engine.registry import Generation
 from loragraph.engine.request import AdapterUse
 from loragraph.engine.residency import Residency
 from loragraph.engine.scheduler import Scheduler
+from loragraph.engine.seats import Seats
 from loragraph.engine.sequence import Sequence
+from loragraph.engine.sequence_table import SequenceRow, sequence_row
 from loragraph.engine.waiting import WaitingJobs
 from loragraph.errors import (
-    BackendError,
     CapacityError,
     DeadlineError,
     LoragraphError,
 )
-
-
-@dataclass(slots=True)
-class CoreStats:
-    """Events since the start, and jobs of now."""
-
-    n_submitted: int = 0
-    n_finished: int = 0
-    n_failed: int = 0
-    n_aborted: int = 0
-    n_steps: int = 0
-    n_step_failures: int = 0
-    n_prompt_tokens: int = 0
-    n_generated_tokens: int = 0
-    n_jobs: int = 0  # known now: waiting, loading or running
 
 
 class EngineCore:
@@ -73,16 +60,14 @@ class EngineCore:
         self.waiting = WaitingJobs(max_waiting, max_overtaken=2 * config.max_sequences)
         self.stats = CoreStats()
         self._runner = runner
-        self._texts = texts
         self._clock = clock
         self._check_files = check_files
         self._loading: dict[Job, None] = {}  # hold places in the pool, in part still loading
         self._running: dict[Job, None] = {}  # in the scheduler
         self._closed: LoragraphError | None = None
         self._ids = itertools.count()
-        self._choices: dict[Sequence, ChoiceState] = {}
-        self._scores: dict[Sequence, Job] = {}
-        self._pieces: dict[int, tuple[bytes, bool]] = {}
+        self.seats = Seats(config.max_sequences)
+        self.outputs = StepOutputs(self.scheduler, texts, self.stats, clock)
 
     @property
     def jobs(self) -> Iterator[Job]:
@@ -95,6 +80,25 @@ class EngineCore:
     def n_jobs(self) -> int:
         """Jobs that have not ended."""
         return len(self.waiting) + len(self._loading) + len(self._running)
+
+    def count(self) -> CoreStats:
+        """A copy of the counters, with the jobs of now."""
+        return replace(
+            self.stats,
+            n_jobs=self.n_jobs,
+            n_jobs_waiting=len(self.waiting),
+            n_jobs_loading=len(self._loading),
+            n_jobs_running=len(self._running),
+        )
+
+    def sequences(self) -> Iterator[SequenceRow]:
+        """What is known of every choice that has not ended."""
+        now = self._clock()
+        for job in self.jobs:
+            for choice in job.choices:
+                if choice.finish_reason is None:
+                    seat = self.seats.of(choice.sequence)
+                    yield sequence_row(choice, seat, now, loading=job in self._loading)
 
     def submit(self, job: Job) -> None:
         """Takes a job in; what is wrong goes to its sink."""
@@ -142,6 +146,10 @@ class EngineCore:
         self._admit()
         self.residency.sync()
         plan = self.scheduler.schedule()
+        for sequence in plan.admitted:
+            self.seats.take(sequence)
+        for sequence in plan.preempted:  # by those that were admitted before, or one of these
+            self.seats.leave(sequence)
         if not plan.chunks:
             return bool(plan.preempted)
         try:
@@ -151,8 +159,15 @@ class EngineCore:
             self._step_failed(error)
             return True
         self.stats.n_steps += 1
+        self.stats.n_step_sequences += len(plan.chunks)
         self.scheduler.complete(plan)
-        self._update(plan, logits)
+        ended = self.outputs.update(plan, logits, self._runner.states)
+        for job in ended.done:
+            self._finish(job)
+        for job, failure in ended.failed.items():
+            self._fail(job, failure)
+        if ended.spoiled:
+            self._drop_unused_cells()
         return True
 
     def hold(self, hold: Hold) -> None:
@@ -182,7 +197,7 @@ class EngineCore:
             self._leave(job)
             late = DeadlineError(
                 f"the request's time was over after {now - job.submitted:.3g} s",
-                result=job.result(now),
+                result=job.answer(now),
             )
             self._end(job, late)
 
@@ -212,14 +227,10 @@ class EngineCore:
             self._fail(job, error)
             return
         job.started = self._clock()
-        self.stats.n_prompt_tokens += len(job.tokens)
         self._running[job] = None
-        if job.score_from is not None:
-            job.score_sequence = sequences[0]
-            self._scores[sequences[0]] = job
-        for choice, sequence in zip(job.choices, sequences, strict=False):
+        for choice, sequence in zip(job.choices, sequences, strict=True):
             choice.sequence = sequence
-            self._choices[sequence] = choice
+            self.outputs.choices[sequence] = choice
 
     def _sequences(self, job: Job) -> list[Sequence]:
         adapters = self.residency.adapters
@@ -234,7 +245,6 @@ class EngineCore:
         segments = segments_of(scaled)
         for segment in segments:
             self.residency.check(segment.mix)
-        logits_from = None if job.score_from is None else job.score_from - 1
         return [
             Sequence(
                 next(self._ids),
@@ -243,98 +253,11 @@ class EngineCore:
                 segments,
                 job.max_tokens,
                 salt=job.salt,
-                logits_from=logits_from,
+                logits_from=None if choice.index else job.results_from,
+                gives_states=job.states is not None,
             )
-            for _ in range(max(1, len(job.choices)))
+            for choice in job.choices
         ]
-
-    def _update(self, plan: StepPlan, logits: NDArray[np.float32]) -> None:
-        """Samples and sends out; `logits` (n_outputs, n_vocab) f32 in the order of the chunks."""
-        chosen: list[tuple[ChoiceState, int]] = []
-        row = 0
-        for chunk in plan.chunks:
-            rows = slice(row, row + chunk.n_outputs)
-            row += chunk.n_outputs
-            job = self._scores.get(chunk.sequence)
-            if job is not None:
-                self._add_logprobs(job, chunk, logits[rows])
-            elif chunk.wants_token:
-                chosen.append((self._choices[chunk.sequence], rows.stop - 1))
-            elif chunk.sequence.finish_reason is not None:  # max_tokens 0
-                self._choices[chunk.sequence].finish("", None, "length")
-                self._end_if_done(self._choices[chunk.sequence].job)
-        if chosen:
-            self._choose(chosen, logits[:, : self._texts.n_tokens])
-
-    def _choose(self, chosen: list[tuple[ChoiceState, int]], logits: NDArray[np.float32]) -> None:
-        """The next token of each choice; `logits` (n_outputs, n_tokens) f32, a row of it each."""
-        best = best_tokens(logits, [row for choice, row in chosen if choice.sampler.is_argmax])
-        spoiled = False
-        for choice, row in chosen:
-            if choice.job.ended:
-                continue  # another choice of it failed just now
-            try:
-                token = best.get(row)
-                if token is None or token in (choice.sampler.forbidden or ()):
-                    token = choice.sampler.sample(logits[row])
-                choice.sampler.accept(token)
-            except LoragraphError as error:
-                spoiled |= isinstance(error, BackendError)
-                self._fail(choice.job, error)
-                continue
-            self._take(choice, token)
-        if spoiled:
-            self._drop_unused_cells()
-
-    def _take(self, choice: ChoiceState, token: int) -> None:
-        """A sampled token: text, stop strings, the end."""
-        job, sequence = choice.job, choice.sequence
-        assert sequence is not None
-        self.stats.n_generated_tokens += 1
-        if job.first_token is None:
-            job.first_token = self._clock()
-        piece, ends = self._piece(token)
-        if ends:
-            self.scheduler.finish(sequence, "stop")
-            choice.finish(choice.text.flush(), token, "stop")
-            self._end_if_done(job)
-            return
-        choice.tokens.append(token)
-        text = choice.text.feed(piece)
-        self.scheduler.append(sequence, token)
-        if sequence.finish_reason is not None:
-            text += choice.text.flush()
-        if choice.text.stopped:
-            self.scheduler.finish(sequence, "stop")
-            choice.finish(text, token, "stop")
-        elif sequence.finish_reason is not None:
-            choice.finish(text, token, "length")
-        else:
-            choice.emit(text, token)
-            return
-        self._end_if_done(job)
-
-    def _piece(self, token: int) -> tuple[bytes, bool]:
-        found = self._pieces.get(token)
-        if found is None:
-            found = self._texts.piece(token, special=False), self._texts.is_eog(token)
-            self._pieces[token] = found
-        return found
-
-    def _add_logprobs(self, job: Job, chunk: Chunk, logits: NDArray[np.float32]) -> None:
-        """Row i of `logits` (n_outputs, n_vocab) tells of the token behind its own."""
-        first = chunk.end - chunk.n_outputs
-        following = job.tokens[first + 1 : chunk.end + 1]
-        job.logprobs.append(
-            logprobs_of(logits[: len(following), : self._texts.n_tokens], following)
-        )
-        if chunk.end == len(job.tokens):
-            if all(np.isfinite(part).all() for part in job.logprobs):
-                self._leave(job)
-                self._end(job, None)
-            else:
-                self._fail(job, BackendError("the model's logits are not finite numbers"))
-                self._drop_unused_cells()
 
     def _drop_unused_cells(self) -> None:
         """After values that are not finite: no masked cell may hold one, since 0 * NaN is NaN."""
@@ -348,9 +271,8 @@ class EngineCore:
             cause if isinstance(cause, LoragraphError) else CapacityError("no memory for a step")
         )
         self.stats.n_step_failures += 1
-        owners = {one: choice.job for one, choice in self._choices.items()} | self._scores
-        for sequence in self.scheduler.fail():
-            self._fail(owners[sequence], error)
+        for job in {self.outputs.choices[one].job: None for one in self.scheduler.fail()}:
+            self._fail(job, error)
         self._drop_unused_cells()
 
     def _fail(self, job: Job, error: LoragraphError) -> None:
@@ -358,10 +280,9 @@ class EngineCore:
             self._leave(job)
             self._end(job, error)
 
-    def _end_if_done(self, job: Job) -> None:
-        if job.done and not job.ended:
-            self._leave(job)
-            self._end(job, None)
+    def _finish(self, job: Job) -> None:
+        self._leave(job)
+        self._end(job, None)
 
     def _leave(self, job: Job) -> None:
         """Takes a job out of wherever it is; everything it held is free afterwards."""
@@ -370,8 +291,8 @@ class EngineCore:
         self._running.pop(job, None)
         for sequence in job.sequences:
             self.scheduler.finish(sequence, "abort")
-            self._choices.pop(sequence, None)
-            self._scores.pop(sequence, None)
+            self.seats.leave(sequence)
+        self.outputs.drop(job.sequences)
         self.residency.pool.release(job)
         job.close()
 
@@ -384,4 +305,4 @@ class EngineCore:
             job.sink(error)
         else:
             self.stats.n_finished += 1
-            job.sink(job.result(self._clock()))
+            job.sink(job.answer(self._clock()))

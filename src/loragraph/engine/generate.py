@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.engine.sampler import Sampler, SamplingParams
+from loragraph.engine.logprobs import TokenLogprob, token_logprobs
+from loragraph.engine.params import SamplingParams
+from loragraph.engine.sampler import Sampler
 from loragraph.errors import InvalidRequestError, LifecycleError
 from loragraph.vocab.stream import TextStream
 
@@ -47,6 +49,22 @@ class SamplingFields(TypedDict, total=False):
     stop: str | Sequence[str]
     max_tokens: int | None
     ignore_eos: bool
+    logprobs: int | None
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +76,8 @@ class GenerationEvent:
     piece: str
     token: int | None  # None: no token was asked for
     finish_reason: FinishReason | None = None
+    logprob: float | None = None  # where the parameters ask for it
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +112,7 @@ class Generation:
     timings: Timings
     seed: int  # the one in use: give it again for the same text
     adapters: tuple[tuple[str, float], ...]  # (digest, user scale); empty: the base
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of `tokens`, where they were asked for
 
     @property
     def n_generated(self) -> int:
@@ -117,10 +138,11 @@ class GenerationStream:
         self._text = TextStream(params.stop)
         self._pieces: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._timings = Timings(n_prompt=len(self._prompt))
         self._finish_reason: FinishReason | None = None
         self._busy = threading.Lock()
-        self._sampler = Sampler(self._vocab, params)
+        self._sampler = Sampler(self._vocab, params, self._prompt, context.n_ctx)
         # A stream that is merely dropped, as by `break`, must not leak libllama's samplers.
         self._release = weakref.finalize(self, self._sampler.close)
         self._release.atexit = False
@@ -142,6 +164,7 @@ class GenerationStream:
             timings=self._timings,
             seed=self.seed,
             adapters=self._adapters,
+            logprobs=tuple(self._logprobs),
         )
 
     def __iter__(self) -> Self:
@@ -182,11 +205,14 @@ class GenerationStream:
         if self.params.max_tokens == 0:
             self._context.decode(self._prompt, outputs="last")
             return self._event("", None, "length")
-        token = self._next_token()
-        if self._vocab.is_eog(token):
-            return self._event(self._text.flush(), token, "stop")
+        token, logprob = self._next_token()
+        if self._vocab.is_eog(token) or token in self.params.stop_token_ids:
+            return self._event(self._text.flush(), token, "stop", logprob)
         self._tokens.append(token)
-        piece = self._text.feed(self._vocab.piece(token, special=False))
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        may_stop = len(self._tokens) > self.params.min_tokens
+        piece = self._text.feed(self._vocab.piece(token, special=False), may_stop=may_stop)
         full = self._context.n_past >= self._context.n_ctx
         if not full:
             self._context.hold(token)
@@ -198,16 +224,19 @@ class GenerationStream:
             reason = "length"
         if self._text.stopped:
             reason = "stop"
-        return self._event(piece, token, reason)
+        return self._event(piece, token, reason, logprob)
 
-    def _next_token(self) -> int:
+    def _next_token(self) -> tuple[int, TokenLogprob | None]:
         start = time.perf_counter()
         first = not self._tokens
         # After the first event the context holds the token before; nothing else is to be added.
         logits = self._context.decode(self._prompt if first else (), outputs="last")
         self._n_past = self._context.n_past
-        token = self._sampler.sample(logits[0, : self._vocab.n_tokens])
+        logits = logits[:, : self._vocab.n_tokens]
+        token = self._sampler.sample(logits[0])
         self._sampler.accept(token)
+        n_top = self.params.logprobs
+        logprob = None if n_top is None else token_logprobs(logits, [token], [n_top])[0]
         ms = 1e3 * (time.perf_counter() - start)
         was = self._timings
         self._timings = (
@@ -215,22 +244,30 @@ class GenerationStream:
             if first
             else replace(was, n_decoded=was.n_decoded + 1, decode_ms=was.decode_ms + ms)
         )
-        return token
+        return token, logprob
 
-    def _event(self, piece: str, token: int | None, reason: FinishReason | None) -> GenerationEvent:
+    def _event(
+        self,
+        piece: str,
+        token: int | None,
+        reason: FinishReason | None,
+        logprob: TokenLogprob | None = None,
+    ) -> GenerationEvent:
         self._pieces.append(piece)
         self._finish_reason = reason
-        return GenerationEvent(piece, token, reason)
+        if logprob is None:
+            return GenerationEvent(piece, token, reason)
+        return GenerationEvent(piece, token, reason, logprob.logprob, logprob.top)
 
 
 def sampling_params(params: SamplingParams | None, fields: SamplingFields) -> SamplingParams:
     """`params` (or the defaults) with `fields` replaced. TypeError for an unknown field."""
     changes: dict[str, Any] = dict(fields)
-    stop = changes.get("stop")
-    if isinstance(stop, str):
-        changes["stop"] = (stop,)
-    elif isinstance(stop, list):
-        changes["stop"] = tuple(stop)
+    if isinstance(changes.get("stop"), str):
+        changes["stop"] = (changes["stop"],)
+    for name in ("stop", "stop_token_ids", "dry_sequence_breakers"):
+        if isinstance(changes.get(name), list):
+            changes[name] = tuple(changes[name])
     return replace(params or SamplingParams(), **changes)
 
 

@@ -6,11 +6,11 @@ import queue
 from collections.abc import Callable
 from typing import Self
 
-from loragraph.engine.request import Event, Outcome, Result, Score
+from loragraph.engine.request import Answer, Event, Outcome, Result
 from loragraph.errors import LifecycleError, LoragraphError
 
 
-def outcome_of(outcome: Outcome) -> Event | Result | Score:
+def outcome_of(outcome: Outcome) -> Event | Answer:
     """The outcome, raised where it is an error.
 
     One error may end several requests, so each is raised as it is, without being changed.

@@ -47,6 +47,11 @@ class Holds:
         else:
             self._loading[hold] = None
 
+    @property
+    def pinned(self) -> frozenset[Generation]:
+        """What is pinned now."""
+        return frozenset(hold.generation for hold in self._pins)
+
     def unpin(self, generation: Generation) -> None:
         """Takes the pins of a generation back; it may be dropped once nobody uses it."""
         self.drop([one for one in self._pins if one.generation is generation])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -9,10 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from loragraph.engine.embedding import PooledStates, Pooling, check_pooling
 from loragraph.engine.generate import prompt_tokens
-from loragraph.engine.job import ChoiceState, Job, Sink
+from loragraph.engine.job import ChoiceState, Job, PromptScores, Sink
 from loragraph.engine.model import Model
 from loragraph.engine.options import integer
+from loragraph.engine.params import MAX_LOGPROBS, SamplingParams
 from loragraph.engine.registry import Generation, Registry
 from loragraph.engine.request import MAX_CHOICES, Request
 from loragraph.engine.sampler import Sampler
@@ -27,6 +30,7 @@ class JobMaker:
         self._model = model
         self._registry = registry
         self._limit = limit
+        self._numbers = itertools.count(1)
 
     def make(
         self,
@@ -34,20 +38,25 @@ class JobMaker:
         sink: Sink,
         *,
         wants_events: bool = False,
-        score_from: int | None = None,
     ) -> Job:
         """Checks a request and makes it ready, on the caller's thread."""
         scales = self.resolve(request.adapters)
         n = integer_field(request.n, "n", 1, MAX_CHOICES)
         if not isinstance(request.cache_salt, str):
             raise InvalidRequestError("cache_salt: expected a text", param="cache_salt")
+        n_top = request.prompt_logprobs
+        if n_top is not None:
+            integer_field(n_top, "prompt_logprobs", 0, MAX_LOGPROBS)
+        deadline = _deadline(request.deadline_s)
         tokens = self._prompt(request)
         limit = self._limit
         wanted = request.params.max_tokens
-        most = limit if wanted == 0 or score_from is not None else limit - 1
+        most = limit if wanted == 0 else limit - 1
         if len(tokens) > most:
             raise ContextLengthError(
                 f"expected a prompt of at most {most} tokens, got {len(tokens)}",
+                n_prompt_tokens=len(tokens),
+                n_ctx=limit,
                 param="prompt",
                 hint="shorten the prompt or raise n_ctx",
             )
@@ -56,21 +65,46 @@ class JobMaker:
             scales,
             max_tokens=limit if wanted is None else wanted,
             sink=sink,
+            number=next(self._numbers),
             salt=request.cache_salt,
-            deadline=_deadline(request.deadline_s),
+            deadline=deadline,
             wants_events=wants_events,
+            prompt_scores=None if n_top is None else PromptScores(1, n_top),
         )
-        if score_from is not None:
-            job.score_from = integer_field(score_from, "start", 1, len(tokens) - 1)
-            job.max_tokens = 0
-            return job
-        first = Sampler(self._model.vocab, request.params)
-        job.choices.append(ChoiceState(job, 0, first, TextStream(request.params.stop)))
-        for index in range(1, n):
-            params = replace(request.params, seed=(first.seed + index) % 2**32)
-            sampler = Sampler(self._model.vocab, params)
-            job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
+        try:
+            self._add_choices(job, request.params, n)
+        except BaseException:
+            job.close()
+            raise
         return job
+
+    def make_score(self, request: Request, start: int, sink: Sink) -> Job:
+        """A job whose result is the score of the prompt's tokens from `start` on."""
+        params = SamplingParams(temperature=0, max_tokens=0)
+        job = self.make(replace(request, params=params, n=1, prompt_logprobs=0), sink)
+        try:
+            start = integer_field(start, "start", 1, len(job.tokens) - 1)
+        except InvalidRequestError:
+            job.close()
+            raise
+        job.prompt_scores, job.is_score = PromptScores(start, 0), True
+        return job
+
+    def make_embedding(self, request: Request, pooling: Pooling, normalize: int, sink: Sink) -> Job:
+        """A job whose answer is the embedding of the prompt."""
+        check_pooling(pooling, normalize)
+        params = SamplingParams(temperature=0, max_tokens=0)
+        job = self.make(replace(request, params=params, n=1, prompt_logprobs=None), sink)
+        job.states = PooledStates(pooling, normalize)
+        return job
+
+    def _add_choices(self, job: Job, params: SamplingParams, n: int) -> None:
+        """Choice i draws with seed + i."""
+        first = Sampler(self._model.vocab, params, job.tokens, self._limit)
+        job.choices.append(ChoiceState(job, 0, first, TextStream(params.stop)))
+        for index in range(1, n):
+            sampler = first.with_seed((first.seed + index) % 2**32)
+            job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
 
     def _prompt(self, request: Request) -> list[int]:
         tokens = prompt_tokens(self._model, request.prompt, chat=request.chat)

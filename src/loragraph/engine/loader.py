@@ -8,9 +8,10 @@ from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.gguf import memory_of, read_header
+from loragraph.adapters.report import coverage
 from loragraph.engine.model import Model
 from loragraph.engine.options import memory_errors
-from loragraph.engine.registry import AdapterHeader, Generation
+from loragraph.engine.registry import AdapterHeader, Generation, LoadOptions
 from loragraph.errors import BackendError, LifecycleError, LoragraphError
 
 OnLoad = Callable[[Generation, Adapter | LoragraphError], None]
@@ -25,13 +26,25 @@ class AdapterLoader:
         self._on_load = on_load
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="loragraph-load")
 
-    def read_header(self, path: Path) -> AdapterHeader:
+    def read_header(self, path: Path, options: LoadOptions) -> AdapterHeader:
         """Checks a header against the model; raises what is wrong with it."""
-        draft = read_header(self._model.lib, path, self._model.base_info)
+        draft = read_header(
+            self._model.lib,
+            path,
+            self._model.base_info,
+            ignore_norm=options.ignore_norm,
+            tied_output=options.tied_output,
+        )
         nbytes, nbytes_b = memory_of(draft)
         ranks = [pair.b.ne[0] for pair in draft.pairs.values() if pair.b is not None]
         return AdapterHeader(
-            nbytes + nbytes_b, max(ranks), len(draft.pairs), draft.invocation_tokens
+            nbytes + nbytes_b,
+            max(ranks),
+            len(draft.pairs),
+            draft.invocation_tokens,
+            draft.task_name,
+            draft.prompt_prefix,
+            coverage(draft.pairs, self._model.base_info),
         )
 
     def start(self, generation: Generation) -> None:
@@ -45,7 +58,10 @@ class AdapterLoader:
 
     def _load(self, generation: Generation) -> Adapter:
         assert generation.path is not None
-        adapter = self._model.load_adapter(generation.path)
+        options = generation.options
+        adapter = self._model.load_adapter(
+            generation.path, ignore_norm=options.ignore_norm, tied_output=options.tied_output
+        )
         try:
             with memory_errors(str(generation.path)):
                 self._model.prepared.get(adapter)  # not on the engine's thread

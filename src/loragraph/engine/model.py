@@ -32,6 +32,7 @@ from loragraph.model.fingerprint import fingerprint
 from loragraph.model.fold import read_fold
 from loragraph.model.hparams import HParams
 from loragraph.model.keys import Keys
+from loragraph.model.rows import WeightRows
 from loragraph.model.weights import Progress, Use, Weights
 from loragraph.vocab.chat import ChatTemplate
 from loragraph.vocab.vocab import Vocab
@@ -159,8 +160,10 @@ class Model:
     def chat_template(self) -> ChatTemplate | None:
         """The file's chat template, None where it has none. FormatError for one that is wrong."""
         source = self.vocab.chat_template()
-        if source is None:
-            return None
+        return None if source is None else self.compile_template(source)
+
+    def compile_template(self, source: str) -> ChatTemplate:
+        """Another template for this model; FormatError for one that is wrong."""
         return ChatTemplate(source, bos=self._text(self.vocab.bos), eos=self._text(self.vocab.eos))
 
     def chat_tokens(
@@ -204,12 +207,22 @@ class Model:
         self.check_open()
         with memory_errors(str(path)):
             adapter = read_adapter(
-                self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
+                self.lib,
+                path,
+                self.base_info,
+                ignore_norm=ignore_norm,
+                tied_output=tied_output,
+                rows=WeightRows(self.weights),
             )
         return self.adopt_adapter(adapter)
 
     def adopt_adapter(self, adapter: Adapter) -> Adapter:
         """Registers an adapter that was made in memory for this base; closed with the model."""
+        if not all(part.ready for part in adapter.vectors.values()):
+            raise LifecycleError(
+                f"{adapter!r} was read without the base's weights, which its DoRA magnitudes need",
+                hint="load it with Model.load_adapter",
+            )
         adapter.on_close(self._forget)
         with self._lock:
             if not self._closed:

@@ -12,7 +12,7 @@ from loragraph.engine.assembly import LoweringName
 from loragraph.engine.context import Context
 from loragraph.engine.generate import Generation, Prompt, SamplingFields
 from loragraph.engine.model import Model
-from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.params import SamplingParams
 
 
 def generate(

@@ -62,7 +62,7 @@ class Chunk:
     runs: list[Run]  # the cells where their K and V are written
     node: Node
     duplicate: bool
-    n_outputs: int  # tokens at the end whose logits count
+    n_outputs: int  # tokens at the end whose logits, or states, count
 
     @property
     def wants_token(self) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.report import LoadReport
 from loragraph.errors import (
     AdapterChangedError,
     ConfigError,
@@ -36,10 +37,33 @@ class AdapterHeader:
     rank_max: int
     n_targets: int
     invocation_tokens: tuple[int, ...] = ()
+    task_name: str = ""  # what its file says of itself
+    prompt_prefix: str = ""
+    coverage: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # see LoadReport
 
 
-HeaderReader = Callable[[Path], AdapterHeader]
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a file is read; see `loragraph.adapters.gguf.read_adapter`."""
+
+    ignore_norm: bool = False
+    tied_output: bool | None = None
+
+
+PLAIN_LOAD = LoadOptions()
+
+HeaderReader = Callable[[Path, LoadOptions], AdapterHeader]
 """Reads and checks a file's header; raises what is wrong with it."""
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """What happened to a generation since it was registered."""
+
+    n_loads: int = 0
+    n_failures: int = 0
+    n_evictions: int = 0
+    load_s: float = 0.0  # of all loads, waits for the worker included
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +74,14 @@ class Generation:
     number: int
     path: Path | None  # None: made in memory
     header: AdapterHeader
+    options: LoadOptions = PLAIN_LOAD
     adapter: Adapter | None = None  # given by the caller, who keeps it unless `owned`
     owned: bool = False  # the adapter in memory goes with the generation
     digest: str | None = None  # known from the first load on
     retired: bool = False  # the name means something else, or nothing
+    report: LoadReport | None = None  # of the last load
+    counts: LoadCounts = field(default_factory=LoadCounts)
+    load_started: float = 0.0
 
     def check_digest(self, digest: str) -> None:
         """Notes the digest of a first load; AdapterChangedError where a later one differs."""
@@ -88,7 +116,10 @@ class Registry:
         return len(self.names())
 
     def register(
-        self, name: str, source: str | os.PathLike[str] | Adapter
+        self,
+        name: str,
+        source: str | os.PathLike[str] | Adapter,
+        options: LoadOptions = PLAIN_LOAD,
     ) -> tuple[Generation, Generation | None]:
         """A new generation of `name`, and the one that it replaces.
 
@@ -98,10 +129,13 @@ class Registry:
         check_name(name)
         if isinstance(source, Adapter):
             header = header_of(source)
-            new = Generation(name, next(self._numbers), None, header, source, digest=source.digest)
+            new = Generation(
+                name, next(self._numbers), None, header, adapter=source, digest=source.digest
+            )
         else:
             path = Path(source).absolute()
-            new = Generation(name, next(self._numbers), path, self._read_header(path))
+            header = self._read_header(path, options)
+            new = Generation(name, next(self._numbers), path, header, options)
         with self._lock:
             return new, self._swap(name, new)
 
@@ -110,7 +144,7 @@ class Registry:
         with self._lock:
             if old.retired or old.path is None:
                 return None
-            new = Generation(old.name, next(self._numbers), old.path, old.header)
+            new = Generation(old.name, next(self._numbers), old.path, old.header, old.options)
             self._swap(old.name, new)
             return new
 
@@ -130,10 +164,10 @@ class Registry:
             found = self._current.get(name)
         if found is not None:
             return found
-        path = self._path_in_dir(name)
+        path = self.path_in_dir(name)
         if path is None:
             raise self._unknown(name)
-        new = Generation(name, next(self._numbers), path, self._read_header(path))
+        new = Generation(name, next(self._numbers), path, self._read_header(path, PLAIN_LOAD))
         with self._lock:  # another thread may have been first
             return self._current.setdefault(name, new)
 
@@ -168,7 +202,8 @@ class Registry:
                 if name != entry.name and name_problem(name) is None and self._confined(name):
                     yield name
 
-    def _path_in_dir(self, name: str) -> Path | None:
+    def path_in_dir(self, name: str) -> Path | None:
+        """The folder's file of that name; None where there is none, or it was unloaded."""
         if self._dir is None or name_problem(name) is not None or name in self._unloaded:
             return None
         return self._dir / f"{name}{_SUFFIX}" if self._confined(name) else None
@@ -209,7 +244,13 @@ def check_name(name: object) -> None:
 def header_of(adapter: Adapter) -> AdapterHeader:
     """The header of an adapter that is in memory."""
     return AdapterHeader(
-        resident_bytes(adapter), adapter.rank_max, len(adapter.pairs), adapter.invocation_tokens
+        resident_bytes(adapter),
+        adapter.rank_max,
+        len(adapter.pairs),
+        adapter.invocation_tokens,
+        adapter.task_name,
+        adapter.prompt_prefix,
+        adapter.report.coverage,
     )
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.engine.counters import Gaps
 from loragraph.engine.generate import Prompt
-from loragraph.engine.sampler import SamplingParams
+from loragraph.engine.logprobs import TokenLogprob
+from loragraph.engine.params import SamplingParams
 from loragraph.engine.sequence import FinishReason
 from loragraph.errors import LoragraphError
 
@@ -21,7 +23,9 @@ class Request:
     """One request. `adapters`: names and user scales; none is the base model.
 
     `n` choices share the prompt; choice i draws with seed + i. Requests with unlike `cache_salt`
-    never share cells. `deadline_s` counts from the submission.
+    never share cells. `deadline_s` counts from the submission. `prompt_logprobs` k asks for the
+    log-probabilities of the prompt's tokens, each given those before it, and of the k most likely
+    ones (at most MAX_LOGPROBS): all of the prompt is computed then, whatever the prefix tree holds.
     """
 
     prompt: Prompt
@@ -31,16 +35,24 @@ class Request:
     cache_salt: str = ""
     deadline_s: float | None = None
     chat: bool = False  # a text is one user message
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one token adds to a choice. Only a choice's last event has a finish_reason."""
+    """What one token adds to a choice. Only a choice's last event has a finish_reason.
+
+    The token that ends a generation has an event too, though it is neither in the choice's text
+    nor among its tokens.
+    """
 
     index: int  # of the choice
     piece: str
     token: int | None  # None: none was generated
     finish_reason: FinishReason | None = None
+    logprob: float | None = None  # where the parameters ask for it
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
+    seat: int = field(default=-1, compare=False)  # where it runs, as in Engine.sequences()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,9 @@ class Choice:
     stop_string: str | None
     seed: int
     n_cached: int  # prompt tokens found in the prefix tree
+    stop_token: int | None = None  # the token that ended it
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of `tokens`, where they were asked for
+    seat: int = field(default=-1, compare=False)  # where it ran; -1: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ class RequestTimings:
     queued_s: float = 0.0  # from submission to admission
     prompt_s: float = 0.0  # from admission to the first token
     decode_s: float = 0.0  # from the first token to the end
+    gaps: Gaps = field(default_factory=Gaps)  # between the tokens of each choice
 
     @property
     def total_s(self) -> float:
@@ -89,6 +105,7 @@ class Result:
     adapters: tuple[AdapterUse, ...]
     n_prompt: int
     timings: RequestTimings
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # None for the first token
 
     @property
     def text(self) -> str:
@@ -126,5 +143,19 @@ class Score:
         return float(self.logprobs.sum())
 
 
-Outcome = Event | Result | Score | LoragraphError
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What a prompt's tokens became in the last layer, after the final norm."""
+
+    values: NDArray[np.float32]  # (n_embd,) f32; with pooling "none" (n_tokens, n_embd) f32
+    n_prompt: int
+    n_cached: int  # prompt tokens found in the prefix tree
+    adapters: tuple[AdapterUse, ...]
+    timings: RequestTimings
+
+
+Answer = Result | Score | Embedding
+"""What a request ends with if nothing goes wrong."""
+
+Outcome = Event | Answer | LoragraphError
 """What a request's sink gets: events if it wants them, and at last one of the others."""

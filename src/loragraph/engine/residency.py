@@ -44,11 +44,13 @@ class Residency:
         self._registry = registry
         self._slots = slots
         self._start_load = start_load
+        self._clock = clock
         self._dropped: list[tuple[Generation, Adapter]] = []
 
     def on_load(self, generation: Generation, outcome: Adapter | LoragraphError) -> list[Hashable]:
         """A load ended: places the adapter. Returns the tickets that failed with it."""
         if isinstance(outcome, LoragraphError):
+            generation.counts.n_failures += 1
             return self.pool.failed(generation, outcome)
         try:
             generation.check_digest(outcome.digest)
@@ -56,9 +58,13 @@ class Residency:
         except LoragraphError as error:
             if outcome is not generation.adapter:  # else the caller's
                 outcome.close()
+            generation.counts.n_failures += 1
             if isinstance(error, AdapterChangedError):
                 self._registry.renew(generation)
             return self.pool.failed(generation, error)
+        generation.report = outcome.report
+        generation.counts.n_loads += 1
+        generation.counts.load_s += self._clock() - generation.load_started
         return []
 
     def sync(self) -> None:
@@ -94,6 +100,7 @@ class Residency:
                 self.pool.retire(generation)
         while self.pool.to_load:
             generation = self.pool.to_load.popleft()
+            generation.load_started = self._clock()
             if generation.adapter is None:
                 self._start_load(generation)
             elif ticket in self.on_load(generation, generation.adapter):
@@ -140,3 +147,5 @@ class Residency:
         adapter = self.adapters.pop(generation, None)
         if adapter is not None:
             self._dropped.append((generation, adapter))
+            if not generation.retired:
+                generation.counts.n_evictions += 1

@@ -42,6 +42,7 @@ class ShapeKey(NamedTuple):
 
     n_tokens: int
     n_outputs: int
+    n_states: int
     n_kv: int
     lowering: Hashable  # False: no token carries an adapter
 
@@ -65,14 +66,16 @@ class KeptGraph:
 
     ctx: TensorContext
     graph: Any
-    logits: Tensor  # F32 [n_vocab, n_outputs]
-    lowering: GraphLowering  # these three keep the custom nodes' structs alive
+    logits: Tensor  # F32 [n_vocab, n_logits]; of no meaning where no output has logits
+    state: Tensor | None  # F32 [n_embd, n_outputs]; None where no output gives its state
+    lowering: GraphLowering  # these four keep the custom nodes' structs alive
     attention: AttentionGraph
     products: GraphProducts
     experts: ExpertCache
     n_nodes: int
     plan: Any = field(init=False)  # making one walks the whole graph
-    values: NDArray[np.float32] = field(init=False)  # (n_outputs, n_vocab) f32, the logits' memory
+    values: NDArray[np.float32] = field(init=False)  # (n_logits, n_vocab) f32, the logits' memory
+    states: NDArray[np.float32] = field(init=False)  # (n_states, n_embd) f32, the states' memory
 
 
 class Runner:
@@ -88,13 +91,13 @@ class Runner:
         backend: CpuBackend,
         n_batch: int,
         n_ctx: int,
-        products: Callable[[], GraphProducts] = GgmlProducts,
         experts: Callable[[], ExpertCache] = WholeStacks,
+        products: Callable[[], GraphProducts] = GgmlProducts,
     ) -> None:
         """Takes cache, lowering and backend over, unless it raises.
 
-        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence;
-        `products` makes a graph's base products, `experts` what those of experts read.
+        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence. `experts`
+        gives a new graph what its base products of experts read, `products` its other products.
         """
         self.counters = Counters()
         self._family = family
@@ -108,6 +111,8 @@ class Runner:
         self._products = products
         self._lib = backend.lib
         self._graphs: OrderedDict[ShapeKey, KeptGraph] = OrderedDict()
+        self.states: NDArray[np.float32] = np.empty((0, 0), np.float32)
+        """Of the last step: (n_states, n_embd) f32, borrowed until the next."""
         own = {name: InputSpec(I32, n_batch) for name in ("tokens", "positions", "out_ids")}
         specs = own | dict(attention.specs(n_batch, cache.n_cells))
         with ExitStack() as undo:
@@ -118,7 +123,10 @@ class Runner:
             undo.pop_all()
 
     def run(self, batch: Batch, *, copy: bool = True) -> NDArray[np.float32]:
-        """One step: logits (n_outputs, n_vocab) f32; without `copy` borrowed until the next."""
+        """One step: logits (n_logits, n_vocab) f32; without `copy` borrowed until the next.
+
+        `states` then has what the other outputs gave.
+        """
         if batch.n_outputs == 0:  # no graph without a row: one is computed and dropped
             last = np.array([batch.n_tokens - 1], np.int32)
             return self.run(replace(batch, outputs=last), copy=copy)[:0]
@@ -126,6 +134,7 @@ class Runner:
         graph = self._graph_for(batch, n_kv)
         self._write(batch, n_kv)
         self._backend.compute(graph.graph, graph.plan)
+        self.states = graph.states
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
         return graph.values.copy() if copy else graph.values
@@ -176,7 +185,7 @@ class Runner:
 
     def _graph_for(self, batch: Batch, n_kv: int) -> KeptGraph:
         lowering_key = self._lowering.graph_key(batch)
-        key = ShapeKey(batch.n_tokens, batch.n_outputs, n_kv, lowering_key)
+        key = ShapeKey(batch.n_tokens, batch.n_outputs, batch.n_states, n_kv, lowering_key)
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -185,14 +194,20 @@ class Runner:
         graph = self._build(batch, batch.n_tokens, batch.n_outputs, n_kv)
         self._place(graph)
         graph.plan = self._backend.plan(graph.graph)
-        n_vocab, n_outputs = graph.logits.ne[:2]
-        graph.values = array_view(self._lib, graph.logits).reshape(n_outputs, n_vocab)
+        graph.values = self._rows(graph.logits)[: batch.n_logits]
+        none = np.empty((0, 0), np.float32)
+        graph.states = none if graph.state is None else self._rows(graph.state)[batch.n_logits :]
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._drop_oldest()
         self.counters.n_graphs_built += 1
         self.counters.compute_bytes = self._allocator.nbytes
         return graph
+
+    def _rows(self, tensor: Tensor) -> NDArray[np.float32]:
+        """F32 [width, n] as (n, width) f32, its memory."""
+        width, n = tensor.ne[:2]
+        return array_view(self._lib, tensor).reshape(n, width)
 
     def _place(self, graph: KeptGraph) -> None:
         """Gives a new graph its memory; all others are dropped where the buffer moved for it."""
@@ -227,18 +242,22 @@ class Runner:
                 tokens=self._inputs.tensor(ctx, "tokens", n_tokens),
                 positions=self._inputs.tensor(ctx, "positions", n_tokens),
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
-                n_ctx=self._n_ctx,
+                n_states=batch.n_states,
                 products=products,
+                n_ctx=self._n_ctx,
                 experts=experts,
             )
             logits = self._family.build(builder)
-            self._lib.c.ggml_set_output(logits.ptr)
-            self._lib.c.ggml_build_forward_expand(graph, logits.ptr)
+            for output in (builder.state, logits):
+                if output is not None:
+                    self._lib.c.ggml_set_output(output.ptr)
+                    self._lib.c.ggml_build_forward_expand(graph, output.ptr)
         except BaseException:
             ctx.close()
             raise
         n_made = self._lib.c.ggml_graph_n_nodes(graph)
-        return KeptGraph(ctx, graph, logits, lowering, attention, products, experts, n_made)
+        parts = (lowering, attention, products, experts)
+        return KeptGraph(ctx, graph, logits, builder.state, *parts, n_made)
 
     def _expert_nodes(self) -> int:
         """Nodes that add up what a token's experts gave: a view and a sum each."""

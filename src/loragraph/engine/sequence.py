@@ -45,13 +45,14 @@ class Sequence:
     segments: tuple[Segment, ...]
     max_tokens: int  # generated tokens at most
     salt: str = ""
-    deadline: float | None = None  # on the caller's clock, see Scheduler.expire
-    logits_from: int | None = None  # score: logits of all tokens from here on are wanted
+    logits_from: int | None = None  # results of all tokens from here on are wanted
+    gives_states: bool = False  # states instead of logits, for embeddings
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     n_computed: int = 0  # tokens that have cells in the path
     n_hit: int = 0  # prompt tokens found in the tree at the first admission
     n_preempted: int = 0
+    seat: int = -1  # its last one, see Seats
     rank: int = -1  # turn of its first admission: a lower one is older
     node: Node | None = None  # end of its path in the prefix tree
     cursor: Cursor = field(default_factory=Cursor)

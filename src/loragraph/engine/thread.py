@@ -20,8 +20,16 @@ Command = Callable[[], object]
 class EngineThread:
     """Runs a core until it is stopped. `post` and `call` may be used by any thread."""
 
-    def __init__(self, core: EngineCore, clock: Callable[[], float], name: str) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        clock: Callable[[], float],
+        name: str,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`after_step` is called when commands and step have sent out what they had."""
         self._core = core
+        self._after_step = after_step
         self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -75,12 +83,14 @@ class EngineThread:
             while not self._stopping and not (self._draining and not self._core.n_jobs):
                 self._take_commands(wait=not busy)
                 busy = self._core.step()
+                self._after_step()
         finally:  # after an error too: nobody is left waiting
             with self._lock:
                 self._accepts = False
             ended = LifecycleError("the engine was closed before the request ended")
             self._core.close(ended if self._draining else BackendError("the engine's thread ended"))
             self._take_commands(wait=False)
+            self._after_step()
 
     def _take_commands(self, *, wait: bool) -> None:
         """Runs all commands there are; with `wait` at least one, or until a deadline."""

@@ -149,6 +149,18 @@ size_t ggml_quantize_chunk(int type, const float *src, void *dst, int64_t start,
 bool ggml_quantize_requires_imatrix(int type);
 bool ggml_validate_row_data(int type, const void *data, size_t nbytes);
 
+typedef void (*ggml_to_float_t)(const void *x, float *y, int64_t k);
+struct ggml_type_traits {
+    const char *type_name;
+    int64_t blck_size;
+    int64_t blck_size_interleave;
+    size_t type_size;
+    bool is_quantized;
+    ggml_to_float_t to_float;
+    void *from_float_ref;
+};
+const struct ggml_type_traits *ggml_get_type_traits(int type);
+
 struct ggml_type_traits_cpu { void *from_float; void *vec_dot; int vec_dot_type; int64_t nrows; };
 const struct ggml_type_traits_cpu *ggml_get_type_traits_cpu(int type);
 
@@ -301,6 +313,8 @@ bool llama_vocab_get_add_sep(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_pre(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_suf(const struct llama_vocab *vocab);
 llama_token llama_vocab_fim_mid(const struct llama_vocab *vocab);
+llama_token llama_vocab_fim_rep(const struct llama_vocab *vocab);
+llama_token llama_vocab_fim_sep(const struct llama_vocab *vocab);
 int32_t llama_tokenize(const struct llama_vocab *vocab, const char *text, int32_t text_len,
                        llama_token *tokens, int32_t n_tokens_max, bool add_special,
                        bool parse_special);
@@ -326,6 +340,16 @@ struct llama_sampler *llama_sampler_init_top_p(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_min_p(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_typical(float p, size_t min_keep);
 struct llama_sampler *llama_sampler_init_temp(float t);
+struct llama_sampler *llama_sampler_init_temp_ext(float t, float delta, float exponent);
+struct llama_sampler *llama_sampler_init_top_n_sigma(float n);
+struct llama_sampler *llama_sampler_init_xtc(float p, float t, size_t min_keep, uint32_t seed);
+struct llama_sampler *llama_sampler_init_mirostat(int32_t n_vocab, uint32_t seed, float tau,
+                                                  float eta, int32_t m);
+struct llama_sampler *llama_sampler_init_mirostat_v2(uint32_t seed, float tau, float eta);
+struct llama_sampler *llama_sampler_init_dry(const struct llama_vocab *vocab, float dry_multiplier,
+                                             float dry_base, int32_t dry_allowed_length,
+                                             int32_t dry_penalty_last_n,
+                                             const char **seq_breakers, size_t num_breakers);
 struct llama_sampler *llama_sampler_init_grammar(const struct llama_vocab *vocab,
                                                  const char *grammar_str,
                                                  const char *grammar_root);

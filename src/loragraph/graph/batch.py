@@ -25,8 +25,9 @@ class Batch:
     cells: NDArray[np.int64]  # (n_tokens,) i64, where K and V are written
     mix: NDArray[np.int32]  # (n_tokens,) i32, index into mixes
     mixes: tuple[Mix, ...]
-    outputs: NDArray[np.int32]  # (n_outputs,) i32, ascending indices of tokens whose logits count
+    outputs: NDArray[np.int32]  # (n_outputs,) i32, indices of the tokens whose results count
     stretches: Stretches  # what each row sees
+    n_states: int = 0  # outputs, the last ones, that give their state instead of logits
 
     @classmethod
     def of_one(
@@ -45,8 +46,13 @@ class Batch:
 
     @property
     def n_outputs(self) -> int:
-        """Rows of logits that the step gives."""
+        """Rows that leave the last layer."""
         return len(self.outputs)
+
+    @property
+    def n_logits(self) -> int:
+        """Rows of logits that the step gives: those of the first outputs."""
+        return len(self.outputs) - self.n_states
 
     @property
     def adapted(self) -> bool:

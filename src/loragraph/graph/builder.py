@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from loragraph.adapters.base import OUTPUT
 from loragraph.ggml.handles import Tensor, TensorContext
 from loragraph.ggml.ops import Rope
 from loragraph.ggml.routing_ops import RoutingOps
@@ -32,6 +33,7 @@ class Builder:
         tokens: Tensor,
         positions: Tensor,
         out_ids: Tensor,
+        n_states: int = 0,
         n_ctx: int = 0,
         products: GraphProducts | None = None,
         experts: ExpertCache | None = None,
@@ -47,10 +49,12 @@ class Builder:
         self._tokens = tokens  # I32 [n_tokens]
         self._positions = positions  # I32 [n_tokens]
         self._out_ids = out_ids  # I32 [n_outputs]
+        self._n_states = n_states
         self._rows = RowSet.TOKENS
         self._rotations: dict[tuple[Tensor, Rotation], Tensor] = {}
         self._head_ids: dict[tuple[int, int], Tensor] = {}
         self.n_ctx = n_ctx
+        self.state: Tensor | None = None  # F32 [n_embd, n_outputs], what the head reads
 
     def embed(self, table: Weight) -> Tensor:
         """The table's rows of the step's tokens, F32 [n_embd, n_tokens], adapters included."""
@@ -64,6 +68,13 @@ class Builder:
 
         The base product of a folded weight reads the rotated x, the low-rank part the plain one.
         """
+        if w.name == OUTPUT and self._n_states:
+            self.state = self._take(x)
+            n_logits = x.ne[1] - self._n_states
+            if not n_logits:
+                return x  # in place of logits that nobody reads
+            x = self.ops.view(x, (x.ne[0], n_logits), (int(x.ptr.nb[1]),))
+            self._rows = RowSet.LOGITS
         y = self._products.mul_mat(self.ops, w, self._rotated(w, x))
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)

@@ -30,9 +30,15 @@ class TextStream:
         """True once a stop string was met."""
         return self.stop_string is not None
 
-    def feed(self, data: bytes) -> str:
-        """The text that `data` makes available; "" after a stop string."""
-        return "" if self.stopped else self._advance(self._decoder.decode(data))
+    def feed(self, data: bytes, *, may_stop: bool = True) -> str:
+        """The text that `data` makes available; "" after a stop string.
+
+        Without `may_stop` a stop string that `data` completes is text like any other.
+        """
+        if self.stopped:
+            return ""
+        text = self._decoder.decode(data)
+        return self._advance(text) if may_stop else self._pass(text)
 
     def flush(self) -> str:
         """The end of the text: what was held back, an unfinished character as U+FFFD."""
@@ -53,7 +59,18 @@ class TextStream:
                     self.stop_string = matcher.text
                     self._held = ""
                     return text[: end + 1 - len(matcher.text)]
-        cut = len(text) - max(matcher.matched for matcher in self._matchers)
+        return self._hold_back(text)
+
+    def _pass(self, text: str) -> str:
+        for char in text if self._matchers else "":
+            for matcher in self._matchers:
+                if matcher.step(char):
+                    matcher.go_on()
+        return self._hold_back(self._held + text)
+
+    def _hold_back(self, text: str) -> str:
+        """All of `text` that is no beginning of a stop string."""
+        cut = len(text) - max((matcher.matched for matcher in self._matchers), default=0)
         self._held = text[cut:]
         return text[:cut]
 
@@ -78,3 +95,7 @@ class _Matcher:
             self.matched = self._fallback[self.matched - 1]
         self.matched += self.text[self.matched] == char
         return self.matched == len(self.text)
+
+    def go_on(self) -> None:
+        """After a match that does not count: the next may overlap it."""
+        self.matched = self._fallback[-1]

@@ -47,6 +47,11 @@ class Vocab(Handle):
         self.eot = self._special(lib.c.llama_vocab_eot)
         self.nl = self._special(lib.c.llama_vocab_nl)
         self.pad = self._special(lib.c.llama_vocab_pad)
+        self.fim_pre = self._special(lib.c.llama_vocab_fim_pre)  # fill in the middle
+        self.fim_suf = self._special(lib.c.llama_vocab_fim_suf)
+        self.fim_mid = self._special(lib.c.llama_vocab_fim_mid)
+        self.fim_rep = self._special(lib.c.llama_vocab_fim_rep)
+        self.fim_sep = self._special(lib.c.llama_vocab_fim_sep)
         self.add_bos = bool(lib.c.llama_vocab_get_add_bos(self._vocab))
         self.add_eos = bool(lib.c.llama_vocab_get_add_eos(self._vocab))
 
@@ -168,9 +173,10 @@ class Vocab(Handle):
     @cached_property
     def piece_index(self) -> PieceIndex:
         """All pieces, sorted for matching against a grammar; made at the first call."""
-        return PieceIndex.build(self._pieces(), self.eog_tokens)
+        return PieceIndex.build(self.pieces(), self.eog_tokens)
 
-    def _pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes of every token, special ones too, in the order of their ids."""
         get, unpack = self.lib.c.llama_token_to_piece, self.lib.ffi.unpack
         size = 256
         buffer = self.lib.ffi.new("char[]", size)  # one for all: allocation is most of the cost

@@ -6,6 +6,9 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loragraph.adapters.mix import Mix
 from loragraph.errors import CapacityError
 from loragraph.ggml.handles import Tensor
@@ -18,10 +21,19 @@ NODES_PER_PAIR_BUDGET = 6
 
 
 class RowSet(Enum):
-    """Which rows an activation holds: all tokens, or only those whose logits are wanted."""
+    """Which rows an activation holds: all tokens, the outputs, or those of them with logits."""
 
     TOKENS = "tokens"
     OUTPUTS = "outputs"
+    LOGITS = "logits"  # in steps where other outputs give their state
+
+
+def mix_of_rows(batch: Batch) -> dict[RowSet, NDArray[np.int32]]:
+    """The mix (n_rows,) i32 of each row of the row sets that the batch's graph uses."""
+    found = {RowSet.TOKENS: batch.mix, RowSet.OUTPUTS: batch.mix[batch.outputs]}
+    if batch.n_states:
+        found[RowSet.LOGITS] = found[RowSet.OUTPUTS][: batch.n_logits]
+    return found
 
 
 class GraphLowering(Protocol):

@@ -18,7 +18,13 @@ from loragraph.errors import BackendError
 from loragraph.ggml.handles import F32, Tensor, data_address
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
-from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet, check_mixable
+from loragraph.graph.lowrank.base import (
+    GraphLowering,
+    NoLowering,
+    RowSet,
+    check_mixable,
+    mix_of_rows,
+)
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.kernels.lowrank import (
     ExpandNode,
@@ -76,7 +82,7 @@ class RoutedLowering:
         return _RoutedGraph(self._resident, self._steps, self._experts)
 
     def write(self, batch: Batch) -> None:
-        """Writes both row sets as groups of rows by adapter."""
+        """Writes the row sets as groups of rows by adapter."""
         if not batch.adapted:
             return
         self._write_steps(batch)
@@ -86,16 +92,12 @@ class RoutedLowering:
 
     def _write_steps(self, batch: Batch) -> None:
         arrays = (batch.mix.tobytes(), batch.outputs.tobytes())
-        written = (self._resident.n_changes, batch.mixes, *arrays)
+        written = (self._resident.n_changes, batch.mixes, batch.n_states, *arrays)
         if written == self._written:  # as in most decodes: the last step's rows again
             return
         self._written = None
         slots = self._resident.slots
-        rows_of = {
-            RowSet.TOKENS: batch.mix,
-            RowSet.OUTPUTS: batch.mix[batch.outputs],
-        }
-        for rows, mix in rows_of.items():
+        for rows, mix in mix_of_rows(batch).items():
             step = self._steps[rows]
             step.reserve(self._resident.floats_per_entry)
             step.write(group_rows(mix, batch.mixes, slots))

@@ -20,7 +20,13 @@ from loragraph.ggml.lib import Library
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
-from loragraph.graph.lowrank.base import GraphLowering, NoLowering, RowSet, check_mixable
+from loragraph.graph.lowrank.base import (
+    GraphLowering,
+    NoLowering,
+    RowSet,
+    check_mixable,
+    mix_of_rows,
+)
 from loragraph.graph.lowrank.stacks import StackedSlots, Stacks
 from loragraph.model.weights import Use, Weight
 
@@ -104,15 +110,12 @@ class StackedLowering:
         return _StackedGraph(self._resident.stacks, self._inputs, self._width(batch))
 
     def write(self, batch: Batch) -> None:
-        """Writes slots and scales of each token, and of each output row."""
+        """Writes slots and scales of each row of the row sets."""
         if not batch.adapted:
             return
         width = self._width(batch)
         slots, scales = self._places(batch, width)
-        for rows, mix in (
-            (RowSet.TOKENS, batch.mix),
-            (RowSet.OUTPUTS, batch.mix[batch.outputs]),
-        ):
+        for rows, mix in mix_of_rows(batch).items():
             n = len(mix) * width
             self._inputs.view(_ids_name(rows), n).reshape(-1, width)[:] = slots[mix]
             self._inputs.view(_scales_name(rows), n).reshape(-1, width)[:] = scales[mix]

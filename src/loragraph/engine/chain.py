@@ -1,0 +1,114 @@
+"""libllama's samplers, made from a request's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from loragraph.engine.params import SamplingParams
+from loragraph.ggml.handles import Handle
+from loragraph.ggml.lib import Library
+from loragraph.vocab.vocab import Vocab
+
+_MIROSTAT_M = 100  # candidates of mirostat's estimate: llama.cpp's (common/sampling.cpp)
+
+
+class Chain(Handle):
+    """Owner of a libllama sampler."""
+
+    def clone(self) -> Chain:
+        """A copy in the same state."""
+        return Chain(self.lib, self.lib.c.llama_sampler_clone(self.ptr), "sampler")
+
+    def _free(self, ptr: Any) -> None:
+        self.lib.c.llama_sampler_free(ptr)
+
+
+def penalties(vocab: Vocab, params: SamplingParams, last_n: int) -> Chain:
+    """Repetition, frequency and presence, over the last `last_n` tokens."""
+    ptr = vocab.lib.c.llama_sampler_init_penalties(
+        vocab.n_tokens,
+        last_n,
+        params.repeat_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+    return Chain(vocab.lib, ptr, "sampler")
+
+
+def dry(vocab: Vocab, params: SamplingParams, last_n: int) -> Chain:
+    """Don't Repeat Yourself, over the last `last_n` tokens.
+
+    libllama looks through the whole vocabulary once for each sequence breaker.
+    """
+    ffi = vocab.lib.ffi
+    texts = [
+        ffi.new("char[]", text.encode()) for text in dict.fromkeys(params.dry_sequence_breakers)
+    ]
+    breakers = ffi.new("const char *[]", texts or 1)
+    ptr = vocab.lib.c.llama_sampler_init_dry(
+        vocab.vocab_ptr,
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        last_n,
+        breakers,
+        len(texts),
+    )
+    return Chain(vocab.lib, ptr, "sampler")
+
+
+def top_n_sigma(lib: Library, params: SamplingParams) -> Chain:
+    """Masks what lies more than n standard deviations below the best logit."""
+    return Chain(lib, lib.c.llama_sampler_init_top_n_sigma(params.top_n_sigma), "sampler")
+
+
+def filters(vocab: Vocab, params: SamplingParams, seed: int) -> Chain:
+    """llama.cpp's default order after top-k: typical, top-p, min-p, XTC, temperature, draw.
+
+    With mirostat: temperature, then mirostat, which draws.
+    """
+    lib, c = vocab.lib, vocab.lib.c
+    chain = Chain(
+        lib, c.llama_sampler_chain_init(c.llama_sampler_chain_default_params()), "sampler"
+    )
+    parts = _mirostat(vocab, params, seed) if params.mirostat else _filters(lib, params, seed)
+    for wanted, make in parts:
+        if wanted:
+            c.llama_sampler_chain_add(chain.ptr, make())
+    return chain
+
+
+_Parts = list[tuple[bool, Callable[[], Any]]]
+
+
+def _filters(lib: Library, params: SamplingParams, seed: int) -> _Parts:
+    c, delta = lib.c, params.dynatemp_range
+    xtc = params.xtc_probability > 0 and params.xtc_threshold <= 0.5
+    return [
+        (params.typical_p < 1, lambda: c.llama_sampler_init_typical(params.typical_p, 0)),
+        (params.top_p < 1, lambda: c.llama_sampler_init_top_p(params.top_p, 0)),
+        (params.min_p > 0, lambda: c.llama_sampler_init_min_p(params.min_p, 0)),
+        (
+            xtc,
+            lambda: c.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 0, seed),
+        ),
+        (
+            True,
+            lambda: c.llama_sampler_init_temp_ext(
+                params.temperature, delta, params.dynatemp_exponent
+            ),
+        ),
+        (True, lambda: c.llama_sampler_init_dist(seed)),
+    ]
+
+
+def _mirostat(vocab: Vocab, params: SamplingParams, seed: int) -> _Parts:
+    c, tau, eta = vocab.lib.c, params.mirostat_tau, params.mirostat_eta
+    first = params.mirostat == 1
+    n_tokens = vocab.n_tokens
+    return [
+        (True, lambda: c.llama_sampler_init_temp(params.temperature)),
+        (first, lambda: c.llama_sampler_init_mirostat(n_tokens, seed, tau, eta, _MIROSTAT_M)),
+        (not first, lambda: c.llama_sampler_init_mirostat_v2(seed, tau, eta)),
+    ]

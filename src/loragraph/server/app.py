@@ -1,0 +1,79 @@
+"""All routes in one application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib import metadata
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from loragraph.engine.engine import Engine
+from loragraph.server import (
+    access_log,
+    adapters_api,
+    errors,
+    health,
+    llamacpp,
+    metrics,
+    openai,
+    page,
+)
+from loragraph.server.config import ServerConfig
+from loragraph.server.gate import Gate
+from loragraph.server.state import ServerState
+
+
+def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
+    """The application for one engine, which the caller closes.
+
+    Without one it answers 503 until `app.state.loragraph.opened(engine)` is called.
+    """
+    state = ServerState(config)
+    app = FastAPI(
+        title="loragraph",
+        version=_version(),
+        lifespan=_lifespan,
+        strict_content_type=False,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        responses={key: {"model": errors.ErrorAnswer} for key in ("4XX", "5XX")},
+    )
+    app.state.loragraph = state
+    errors.install(app)
+    for router in (health.router, *openai.routers, adapters_api.router, *llamacpp.routers):
+        app.include_router(router)
+    metrics.install(app, state)
+    if config.with_page:
+        page.install(app, state)
+    app.add_middleware(Gate, config=config)
+    if config.cors_origins:  # outside of the gate, so that its refusals can be read too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    access_log.install(app, state)
+    if engine is not None:
+        state.opened(engine)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    state: ServerState = app.state.loragraph
+    executor = ThreadPoolExecutor(state.config.n_http_threads, "loragraph-http")
+    asyncio.get_running_loop().set_default_executor(executor)
+    yield
+
+
+def _version() -> str:
+    try:
+        return metadata.version("loragraph")
+    except metadata.PackageNotFoundError:  # run from its folder, without being installed
+        return "0"

@@ -1,0 +1,151 @@
+"""In front of all routes: request ids, keys, origins, the limit of bodies."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loragraph.server.config import ServerConfig
+from loragraph.server.errors import ApiError
+from loragraph.server.routing import MAX_BODY_KEY
+
+PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/", "/index.html", "/favicon.ico"})
+PUBLIC_PREFIXES = ("/static/",)
+"""What needs no key: the page asks for one itself."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_KEY = "loragraph.is_admin"
+_API_KEY = "loragraph.api_key"
+REQUEST_ID_KEY = "loragraph.request_id"
+"""Where a request's id stands in the scope."""
+
+
+class Gate:
+    """ASGI middleware; refuses what must not reach a route."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._api_keys = _digests((*config.api_keys, *config.admin_keys))
+        self._admin_keys = _digests(config.admin_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request in, or answers it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        scope[REQUEST_ID_KEY] = request_id
+        scope[MAX_BODY_KEY] = self._config.max_body_bytes
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        error = self._refusal(scope, headers)
+        if error is None:
+            await self._app(scope, receive, send_with_id)
+        else:
+            await error.response(scope, receive, send_with_id)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        config, path, method = self._config, scope["path"], scope["method"]
+        origin = headers.get("origin")
+        if method not in _SAFE_METHODS and origin and not self._knows_origin(origin, headers):
+            return ApiError(
+                403, "a page of another origin may not call this server (see --cors-origin)"
+            )
+        key = scope[_API_KEY] = _key_of(headers)
+        scope[_KEY] = not config.has_keys or _is_among(key, self._admin_keys)
+        if config.has_keys and method != "OPTIONS" and not _is_public(path):
+            if not key:
+                return _unauthorised("expected an API key, got none")
+            if not _is_among(key, self._api_keys):
+                return _unauthorised("Invalid API Key")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > config.max_body_bytes:
+            return ApiError(
+                413,
+                f"expected a body of at most {config.max_body_bytes} bytes, got {length:.20}",
+                headers={"Connection": "close"},
+            )
+        return None
+
+    def _knows_origin(self, origin: str, headers: Headers) -> bool:
+        """Whether a page of that origin may send what changes something; its own may."""
+        allowed = self._config.cors_origins
+        own = origin.partition("://")[2] == headers.get("host", "")
+        return own or "*" in allowed or origin in allowed
+
+
+def require_admin(request: Request) -> None:
+    """403 unless the request may change the server; with any key set it takes an admin key."""
+    if not request.scope.get(_KEY, False):
+        raise ApiError(
+            403, "this route changes the server: expected an admin key (see --admin-key)"
+        )
+
+
+Admin = Depends(require_admin)
+"""For `dependencies=[Admin]` of routes that change the server."""
+
+
+def request_id(request: Request) -> str:
+    """The id of a request, its client's own where that is usable."""
+    return str(request.scope.get(REQUEST_ID_KEY, ""))
+
+
+RequestId = Annotated[str, Depends(request_id)]
+"""A route's parameter for it."""
+
+
+def api_key(request: Request) -> str:
+    """The key that a request brought, "" for none; whether it is a good one was checked before."""
+    return str(request.scope.get(_API_KEY, ""))
+
+
+ApiKey = Annotated[str, Depends(api_key)]
+"""A route's parameter for it."""
+
+
+def _unauthorised(message: str) -> ApiError:
+    return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _key_of(headers: Headers) -> str:
+    """The key of `Authorization: Bearer KEY` or `X-Api-Key: KEY`."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key:
+        return key.strip()
+    return headers.get("x-api-key", "")
+
+
+def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+    return tuple(_digest(key) for key in keys)
+
+
+def _digest(key: str) -> bytes:
+    # Of one length, so that comparing tells nothing about a key's.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_among(key: str, digests: tuple[bytes, ...]) -> bool:
+    """Compares with all, each in constant time."""
+    own = _digest(key)
+    return sum(hmac.compare_digest(own, other) for other in digests) > 0
+
+
+def _is_public(path: str) -> bool:
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIXES)

@@ -1,0 +1,259 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+
+from loragraph.engine.request import Choice, Event, Result
+from loragraph.errors import InvalidRequestError
+from loragraph.server import sse
+from loragraph.server.forms import cached_grammar, call_schema, grammar_of
+from loragraph.server.gate import ApiKey, RequestId
+from loragraph.server.openai.fields import ChatBody
+from loragraph.server.openai.logprobs import chat_logprobs, of_events, prompt_logprobs_json
+from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
+from loragraph.server.prompts import chat_prompt, tools_of
+from loragraph.server.routing import api_router
+from loragraph.server.runs import Run, own_json, usage_json, while_connected
+from loragraph.server.sampling import sampling_params
+from loragraph.server.state import ServerState, State
+from loragraph.server.tools import Parsed, ToolCall, ToolParser, control_texts, parser_for
+
+router = api_router(tags=["openai"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A chat that is ready for the engine."""
+
+    state: ServerState
+    body: ChatBody
+    run: Run
+    new_parser: Callable[[], ToolParser] | None  # None: no tools
+    marks: dict[int, str]  # control tokens that the parser has to see
+
+    @property
+    def head(self) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
+        return head("chatcmpl", kind, self.run.request_id, self.run.mix.model)
+
+    def allowed(self, calls: list[ToolCall], n_before: int = 0) -> list[ToolCall]:
+        """The calls that the request wants of those written; `n_before` were given out already."""
+        return calls[: 1 - n_before] if self.body.parallel_tool_calls is False else calls
+
+    def logprobs(self, events: Iterable[Event]) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        return chat_logprobs(self.state.engine.model.vocab, of_events(events))
+
+
+@router.post("/v1/chat/completions")
+@router.post("/chat/completions", include_in_schema=False)
+async def chat_completions(
+    body: ChatBody, http: HttpRequest, state: State, request_id: RequestId, key: ApiKey
+) -> Response:
+    """An answer to a chat, whole or as a stream of chunks."""
+    chat = await asyncio.to_thread(_prepare, state, body, request_id, key)
+    if body.stream:
+        return await sse.event_stream(_chunks(chat), state.config.send_timeout_s)
+    result = await while_connected(http, chat.run.finish())
+    return JSONResponse(await asyncio.to_thread(_answer, chat, result))
+
+
+def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _Chat:
+    body.check()
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs: only with 'logprobs': true", param="top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "log-probabilities of the prompt are not supported in a stream", param="stream"
+        )
+    mix = mix_of(state, body, key)
+    prompt = chat_prompt(state, mix, body)
+    grammar = grammar_of(body)
+    forced = call_schema(body)
+    if forced is not None:
+        if grammar is not None:
+            raise InvalidRequestError(
+                "tool_choice: a forced call leaves no room for another form of the answer",
+                param="tool_choice",
+            )
+        grammar = cached_grammar(forced)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(
+        state, body, grammar=grammar, defaults=mix.defaults.params({}), logprobs=logprobs
+    )
+    run = make_run(
+        *(state, body, mix, prompt.tokens, params, request_id, "chat"), body.prompt_logprobs
+    )
+    template = mix.template(state)
+    if template is None or not tools_of(template, body):
+        return _Chat(state, body, run, None, {})
+    names = frozenset(tool.function.name for tool in body.tools or ())
+    return _Chat(
+        state,
+        body,
+        run,
+        lambda: parser_for(template.source, names, forced=forced is not None),
+        _marks(state, template.source),
+    )
+
+
+def _marks(state: ServerState, template: str) -> dict[int, str]:
+    """Control tokens, which the engine leaves out of texts, that mark calls."""
+    vocab = state.engine.model.vocab
+    marks = {}
+    for text in control_texts(template):
+        tokens = vocab.tokenize(text, add_special=False, parse_special=True)
+        if len(tokens) == 1 and vocab.is_control(tokens[0]):
+            marks[tokens[0]] = text
+    return marks
+
+
+# -- whole answers ---------------------------------------------------------------------------------
+
+
+def _answer(chat: _Chat, result: Result) -> dict[str, Any]:
+    choices = [_choice(chat, choice) for choice in result.choices]
+    answer = {**chat.head, "choices": choices, "usage": usage_json([result]), **own_json(result)}
+    if chat.body.prompt_logprobs is not None:
+        vocab = chat.state.engine.model.vocab
+        answer["prompt_logprobs"] = prompt_logprobs_json(vocab, result.prompt_logprobs)
+    if chat.body.return_token_ids:
+        answer["prompt_token_ids"] = list(chat.run.request.prompt)
+    return answer
+
+
+def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    reason: str = choice.finish_reason
+    if chat.new_parser is not None:
+        parsed = _parsed(chat, chat.new_parser(), choice)
+        message["content"] = parsed.text or None
+        if parsed.calls:
+            message["tool_calls"] = [call.to_json() for call in chat.allowed(parsed.calls)]
+            reason = "tool_calls"
+        elif message["content"] is None:
+            message["content"] = ""
+    out: dict[str, Any] = {
+        "index": choice.index,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": reason,
+        "stop_reason": choice.stop_string if choice.stop_string else choice.stop_token,
+    }
+    if chat.body.logprobs:
+        out["logprobs"] = chat_logprobs(chat.state.engine.model.vocab, choice.logprobs)
+    if chat.body.return_token_ids:
+        out["token_ids"] = list(choice.tokens)
+    return out
+
+
+def _parsed(chat: _Chat, parser: ToolParser, choice: Choice) -> Parsed:
+    """Text and calls of a whole answer."""
+    text = choice.text
+    if chat.marks.keys() & set(choice.tokens):  # the text lacks the control tokens
+        vocab = chat.state.engine.model.vocab
+        data = b"".join(
+            chat.marks[token].encode() if token in chat.marks else vocab.piece(token, special=False)
+            for token in choice.tokens
+        )
+        text = data.decode("utf-8", "replace")
+        if choice.stop_string is not None:
+            text = text.partition(choice.stop_string)[0]
+    first, last = parser.feed(text), parser.flush()
+    return Parsed(first.text + last.text, first.calls + last.calls)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class _ChoiceDeltas:
+    """One choice of a stream: what its events add."""
+
+    def __init__(self, chat: _Chat, index: int) -> None:
+        self._chat = chat
+        self._index = index
+        self._parser = None if chat.new_parser is None else chat.new_parser()
+        self._n_calls = 0
+        self._begun = False
+
+    def of(self, events: list[Event]) -> list[dict[str, Any]]:
+        """Entries of `choices`; the last one's finish_reason is set where the choice has ended."""
+        delta = self._delta(events)
+        out = []
+        if not self._begun:
+            self._begun = True
+            out.append(self._entry({"role": "assistant", "content": ""}))
+        logprobs = self._chat.logprobs(events)
+        if delta or (logprobs and logprobs["content"]) or self._chat.body.return_token_ids:
+            entry = self._entry(delta)
+            entry["logprobs"] = logprobs
+            if self._chat.body.return_token_ids:
+                entry["token_ids"] = [event.token for event in events if event.token is not None]
+            out.append(entry)
+        if events[-1].finish_reason is not None:
+            reason = "tool_calls" if self._n_calls else events[-1].finish_reason
+            out.append({**self._entry({}), "finish_reason": reason})
+        return out
+
+    def _delta(self, events: list[Event]) -> dict[str, Any]:
+        parsed = [self._feed(event) for event in events]
+        text = "".join(one.text for one in parsed)
+        calls = self._chat.allowed([call for one in parsed for call in one.calls], self._n_calls)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [
+                call.to_json(self._n_calls + index) for index, call in enumerate(calls)
+            ]
+            self._n_calls += len(calls)
+        return delta
+
+    def _feed(self, event: Event) -> Parsed:
+        if self._parser is None:
+            return Parsed(event.piece)
+        mark = "" if event.token is None else self._chat.marks.get(event.token, "")
+        parsed = self._parser.feed(event.piece + mark)
+        if event.finish_reason is not None:
+            rest = self._parser.flush()
+            parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
+        return parsed
+
+    def _entry(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+async def _chunks(chat: _Chat) -> AsyncGenerator[bytes, None]:
+    chunk = sse.Chunks(chat.head)
+    choices = [_ChoiceDeltas(chat, index) for index in range(chat.run.request.n)]
+    last: dict[str, Any] | None = None  # waits, so that it can tell what made the answer
+    async for batch in chat.run.events():
+        for index, events in by_choice(batch):
+            for entry in choices[index].of(events):
+                if last is not None:
+                    yield chunk.data(choices=[last])
+                    last = None
+                if entry["finish_reason"] is None:
+                    yield chunk.data(choices=[entry])
+                else:
+                    last = entry
+    result = chat.run.result
+    assert result is not None
+    assert last is not None
+    yield chunk.data(choices=[last], **own_json(result))
+    if wants_usage(chat.body):
+        yield chunk.data(choices=[], usage=usage_json([result]))
+
+
+def by_choice(batch: list[Event]) -> list[tuple[int, list[Event]]]:
+    """The events of each choice, in the order of their first."""
+    found: dict[int, list[Event]] = {}
+    for event in batch:
+        found.setdefault(event.index, []).append(event)
+    return list(found.items())

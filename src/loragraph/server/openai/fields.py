@@ -1,0 +1,212 @@
+"""The fields of OpenAI's bodies: taken, ignored or refused; docs/api.md says the same in words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from loragraph.engine.request import MAX_CHOICES
+from loragraph.errors import InvalidRequestError
+from loragraph.server.sampling import Body, SamplingBody
+
+Lora = list[dict[str, Any]] | dict[str, Any]
+Adapters = dict[str, Any] | list[Any]
+
+_TOKENS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT: dict[str, Any] = {"type": "string"}
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}}]
+}
+
+# Refused unless null or what they are by themselves.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "suffix": ("",),
+    "return_progress": (False,),
+    "stream_resumable": (False,),
+    "reasoning_format": ("none", "auto"),
+    "grammar_triggers": ([],),
+    "preserved_tokens": ([],),
+    "grammar_lazy": (False,),
+    "post_sampling_probs": (False,),
+    "n_indent": (0,),
+    "t_max_predict_ms": (-1, 0),
+    "n_keep": (0, -1),
+    "use_beam_search": (False,),
+}
+
+
+class StreamOptions(Body):
+    """How a stream ends."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)  # include_obfuscation and the like
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer takes; llama-server's `schema` beside OpenAI's `json_schema`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    schema_: Any = Field(None, alias="schema")
+
+
+class GenerationBody(SamplingBody):
+    """What chat and plain completions share."""
+
+    model: Annotated[str, Field(max_length=400)] | None = None
+    lora: Lora | None = None
+    adapters: Adapters | None = None
+    adapter_defaults: bool | None = None  # false: without what the adapters' sidecars say
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1000)] | None = None
+    cache_prompt: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    return_token_ids: bool | None = None
+    # Ignored: they change nothing that an answer holds.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    id_slot: Any = None
+    n_cache_reuse: Any = None
+    n_discard: Any = None
+    timings_per_token: Any = None
+    return_tokens: Any = None
+    sse_ping_interval: Any = None
+    # Refused.
+    suffix: Any = None
+    return_progress: Any = None
+    stream_resumable: Any = None
+    grammar_lazy: Any = None
+    grammar_triggers: Any = None
+    preserved_tokens: Any = None
+    post_sampling_probs: Any = None
+    n_indent: Any = None
+    n_keep: Any = None
+    t_max_predict_ms: Any = None
+    use_beam_search: Any = None
+
+    def check(self) -> None:
+        """InvalidRequestError for a field that asks for what there is not."""
+        for name, value in self:
+            if value is not None and name in _REFUSED and value not in _REFUSED[name]:
+                raise InvalidRequestError(f"{name}: not supported", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options: only for 'stream': true", param="stream_options"
+            )
+        forms = [
+            name
+            for name in ("grammar", "json_schema", "response_format")
+            if getattr(self, name) is not None
+        ]
+        if self.response_format is not None and self.response_format.type == "text":
+            forms.remove("response_format")
+        if len(forms) > 1:
+            raise InvalidRequestError(
+                f"expected one of grammar, json_schema and response_format, got {len(forms)}",
+                param=forms[-1],
+            )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]  # checked by prompts_of
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    n_probs: Annotated[int, Field(ge=0)] | None = None
+
+
+class Message(BaseModel):
+    """One message; further fields go to the template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(BaseModel):
+    """A function's name."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The one tool to call."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class TemplateBody(Body):
+    """What makes a prompt of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # for templates that know it
+
+
+class ChatBody(GenerationBody, TemplateBody):
+    """POST /v1/chat/completions."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    # Ignored.
+    verbosity: Any = None
+    prediction: Any = None
+    # Refused.
+    audio: Any = None
+    modalities: Any = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
+    reasoning_format: Any = None
