@@ -332,8 +332,13 @@ class TinyAdapter:
     def _names(self, model: TinyModel) -> list[str]:
         layers = range(model.n_layer) if self.layers is None else self.layers
         targets = model.targets if self.targets is None else self.targets
-        names = [f"blk.{il}.{target}.weight" for il in layers for target in targets]
-        names = [name for name in names if name in model.matrices()]  # layers may be unlike
+        names = [
+            f"blk.{il}.{target}.weight"
+            for il in layers
+            for target in targets
+            # Layers may be unlike; one that the model has not is meant to be wrong.
+            if il >= model.n_layer or f"blk.{il}.{target}.weight" in model.matrices()
+        ]
         return names + ["token_embd.weight"] * self.embeddings + ["output.weight"] * self.output
 
     def keys(self, arch: str = "llama") -> dict[str, Value]:

@@ -10,6 +10,7 @@ import pytest
 
 from loragraph.engine.model import Model
 from loragraph.errors import FormatError, GGUFError, UnsupportedError
+from loragraph.graph.arch import FAMILIES
 from tests.gguf_bytes import Value, write_gguf
 from tests.numerics.compare import nmse
 from tests.numerics.runs import open_context, run
@@ -25,6 +26,7 @@ from tests.tiny_experts import (
     TinyQwen2MoE,
     TinyQwen3MoE,
 )
+from tests.tiny_families import TINY_FAMILIES
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "llama": ("expert_used_count", "feed_forward_length"),
@@ -72,6 +74,11 @@ def one_of_each_tensor(model: TinyModel) -> Iterator[str]:
             OPTIONAL_TENSORS
         ):
             yield name
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    """What the registry names, the generators can make, and nothing else."""
+    assert TINY_FAMILIES.keys() | TINY_EXPERTS.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("arch", TINY_EXPERTS)

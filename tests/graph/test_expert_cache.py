@@ -123,9 +123,9 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeCache]]:
     made: list[FakeCache] = []
     plain: Any = runner.Runner
 
-    def with_cache(*parts: Any) -> Any:
+    def with_cache(*parts: Any, **options: Any) -> Any:
         made.append(FakeCache(load_library()))
-        return plain(*parts, experts=lambda: made[-1])
+        return plain(*parts, **options, experts=lambda: made[-1])
 
     monkeypatch.setattr("loragraph.engine.assembly.Runner", with_cache)
     yield made

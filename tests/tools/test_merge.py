@@ -21,6 +21,7 @@ from loragraph.errors import (
 )
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.lib import load_library
+from loragraph.tools.extract import extract
 from loragraph.tools.gguf_header import read_header
 from loragraph.tools.merge import merge
 from tests.gguf_bytes import Value, gguf_bytes, quantised, tensor
@@ -29,6 +30,7 @@ from tests.numerics.runs import EXACT, libllama_logits, loragraph_logits, random
 from tests.reference.adapter import dequantised, read_tensors
 from tests.reference.merge import merged
 from tests.tiny import TinyAdapter, TinyLlama
+from tests.tiny_fold import Folding, write_folded
 
 
 def write(folder: Path, model: TinyLlama, *adapters: TinyAdapter) -> tuple[Path, list[Path]]:
@@ -394,3 +396,15 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 merge(base, {adapter: 1.0}, out)
         assert out.read_bytes() == b"old"
         assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_folded_bases_are_refused(tmp_path: Path) -> None:
+    """A plain change added to rotated weights would be another change: nothing is written."""
+    model = TinyLlama()
+    base = write_folded(model, Folding(), tmp_path / "base.gguf")
+    TinyAdapter().write(tmp_path / "a.gguf", model)
+    with pytest.raises(UnsupportedError, match="folded"):
+        merge(base, {tmp_path / "a.gguf": 1.0}, tmp_path / "out.gguf")
+    with pytest.raises(UnsupportedError, match="folded"):
+        extract(base, base, tmp_path / "out.gguf", rank=4)
+    assert not (tmp_path / "out.gguf").exists()

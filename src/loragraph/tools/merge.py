@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from loragraph.ggml.handles import F32
 from loragraph.ggml.lib import Library, load_library
 from loragraph.ggml.quants import can_read, can_write, needs_importance, row_bytes, type_name
 from loragraph.model.files import ModelFiles
+from loragraph.model.fold import latent_tables, read_fold
 from loragraph.tools.deltas import Changes, Term, Use, changes_of, check_mergeable
 from loragraph.tools.file_type import FileType, ModelShape, file_type, target_types
 from loragraph.tools.gguf_header import OutTensor, RawHeader, integer_bytes, read_header
@@ -91,6 +92,7 @@ def merge(
         inputs = [*files.paths, *(path for path, _ in pairs)]
         check_output(Path(output), inputs)
         info = base_of(files)
+        refuse_folded(files)
         uses = []
         for path, scale in pairs:
             adapter = read_adapter(
@@ -142,7 +144,18 @@ def base_of(files: ModelFiles) -> BaseInfo:
         )
     shapes = {name: tensor.ne for name, tensor in files.tensors.items()}
     name = metadata.string("general.name", files.path.stem)
-    return base_info(metadata.string("general.architecture"), name, shapes)
+    base = base_info(metadata.string("general.architecture"), name, shapes)
+    return replace(base, latent=latent_tables(metadata))
+
+
+def refuse_folded(files: ModelFiles) -> None:
+    """UnsupportedError where weights are Hadamard-folded: a plain change does not fit to them."""
+    if read_fold(files.metadata) is not None:
+        raise UnsupportedError(
+            f"{files.path}: expected plain weights, got prism.hadamard folded ones",
+            what="merging with folded weights",
+            hint="adapters apply to them at run time",
+        )
 
 
 def _scale(scale: float) -> float:
