@@ -26,7 +26,6 @@ from loragraph.errors import (
     ConfigError,
     ContextLengthError,
     DeadlineError,
-    FormatError,
     LifecycleError,
     LoragraphError,
     RequestError,
