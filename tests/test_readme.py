@@ -8,15 +8,19 @@ import pytest
 from typer.testing import CliRunner
 
 from loragraph.cli.main import app
+from loragraph.tools.merge import merge
 from tests.test_docs import GUIDES, code_blocks, commands
 from tests.tiny import TinyAdapter, TinyLlama
 
 README = GUIDES[0]
+TOOLS = {"merge", "combine", "resize", "extract", "plan", "doctor"}
 RUNS = [
     command.words[1:]
     for command in commands(README)
-    if command.words[:3] in {("loragraph", name, "base.gguf") for name in ("run", "inspect")}
-    or command.words[:3] == ("loragraph", "inspect", "pirate.gguf")
+    if command.words[0] == "loragraph"
+    and command.words[1] in {*TOOLS, "run", "inspect"}
+    and not any(word.startswith("$") for word in command.words)
+    and any(word.endswith(".gguf") for word in command.words)
 ]
 
 
@@ -26,7 +30,9 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = TinyLlama()
     tiny.write(tmp_path / "base.gguf")
     for seed, name in enumerate(("pirate", "poem")):
-        TinyAdapter(seed=seed).write(tmp_path / f"{name}.gguf", tiny)
+        TinyAdapter(seed=seed, b_std=0.01).write(tmp_path / f"{name}.gguf", tiny)
+    merge(tmp_path / "base.gguf", {tmp_path / "pirate.gguf": 1.0}, tmp_path / "merged.gguf")
+    TinyAdapter(seed=3).write(tmp_path / "both.gguf", tiny)
     (tmp_path / "question.txt").write_text("Why?")
     monkeypatch.chdir(tmp_path)
 
@@ -53,4 +59,4 @@ def test_commands(words: tuple[str, ...]) -> None:
 
 def test_commands_are_found() -> None:
     """The search for README's command lines finds them."""
-    assert len(RUNS) >= 6
+    assert len(RUNS) >= 12

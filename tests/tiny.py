@@ -1,4 +1,4 @@
-"""Tiny random models of the llama family and adapters for them, as GGUF, from a seed.
+"""Tiny random models and adapters for them, as GGUF, from a seed.
 
 Equal arguments give equal bytes. Weights are scaled so that activations stay near 1 and logits
 spread with a standard deviation of 1 to 3: errors and adapters are visible, nothing overflows.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -30,7 +30,8 @@ from tests.reference.adapter import AdapterArrays, dequantised
 from tests.tiny_vocab import CHAT_TEMPLATE, bpe_metadata, spm_metadata
 
 F32 = GGMLQuantizationType.F32
-ATTENTION_TARGETS = ("attn_q", "attn_k", "attn_v", "attn_output")
+QKV = ("attn_q", "attn_k", "attn_v")
+ATTENTION_TARGETS = (*QKV, "attn_output")
 FFN_TARGETS = ("ffn_gate", "ffn_up", "ffn_down")
 LINEAR_TARGETS = ATTENTION_TARGETS + FFN_TARGETS
 
@@ -39,17 +40,21 @@ __all__ = [
     "CHAT_TEMPLATE",
     "FFN_TARGETS",
     "LINEAR_TARGETS",
+    "QKV",
     "TinyAdapter",
     "TinyLlama",
+    "TinyModel",
     "gguf_bytes",
+    "random_normal",
+    "random_uniform",
     "tensor",
     "write_adapter_raw",
 ]
 
 
 @dataclass(frozen=True)
-class TinyLlama:
-    """A random model of `general.architecture = llama`.
+class TinyModel:
+    """What the tiny models of all families share; `tests/tiny_families.py` has the others.
 
     K-quants and IQ types need rows of 256: n_embd, n_ff and n_head * head_dim multiples of 256.
     """
@@ -63,14 +68,16 @@ class TinyLlama:
     tied: bool = False
     attn_bias: bool = False  # biases of q, k, v and attn_output
     ffn_bias: bool = False  # biases of gate, up and down
+    fused_qkv: bool = False  # q, k and v as one matrix attn_qkv
+    biases_apart: bool = False  # though they are: attn_q.bias and so on
     rope_freqs: bool = False  # the tensor rope_freqs.weight (n_rot / 2) f32
-    rope_scaling: Literal["linear", "yarn"] | None = None
+    rope_scaling: Literal["linear", "yarn", "longrope"] | None = None
     rope_factor: float = 4.0
     rope_orig_ctx: int = 128
     rope_base: float = 10000.0
     scales: bool = False  # the F32 [1] tensors <name>.scale behind the linear weights
     head_dim: int = 0  # 0 = n_embd / n_head
-    rope_dim: int = 0  # 0 = head_dim, the only value that libllama accepts for this family
+    rope_dim: int = 0  # 0 = head_dim, the only value that libllama accepts for most families
     n_ctx_train: int = 512
     rms_eps: float = 1e-5
     weight_type: GGMLQuantizationType = F32  # of all matrices
@@ -81,26 +88,61 @@ class TinyLlama:
     extra: Mapping[str, Value] = field(default_factory=dict)  # further or overriding metadata
     seed: int = 0
 
+    arch: ClassVar[str]
+
     @property
     def n_rot(self) -> int:
-        """Width of one attention head, all of it rotated."""
+        """Width of one attention head."""
         return self.head_dim or self.n_embd // self.n_head
 
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """Shape (n_out, n_in) of every matrix by GGUF name, in file order."""
+    def block_matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes (n_out, n_in), or (n_expert, n_out, n_in), of a layer's matrices by short name."""
         n_q, n_kv = self.n_head * self.n_rot, self.n_head_kv * self.n_rot
-        block = {
-            "attn_q": (n_q, self.n_embd),
-            "attn_k": (n_kv, self.n_embd),
-            "attn_v": (n_kv, self.n_embd),
+        apart = {name: (n, self.n_embd) for name, n in zip(QKV, (n_q, n_kv, n_kv), strict=True)}
+        return {
+            **({"attn_qkv": (n_q + 2 * n_kv, self.n_embd)} if self.fused_qkv else apart),
             "attn_output": (self.n_embd, n_q),
             "ffn_gate": (self.n_ff, self.n_embd),
             "ffn_up": (self.n_ff, self.n_embd),
             "ffn_down": (self.n_embd, self.n_ff),
         }
-        shapes = {"token_embd.weight": (self.n_vocab, self.n_embd)}
+
+    def block_norms(self) -> dict[str, int]:
+        """Widths of a layer's norm weights by short name."""
+        return {"attn_norm": self.n_embd, "ffn_norm": self.n_embd}
+
+    def block_biases(self) -> tuple[str, ...]:
+        """Short names of the matrices that have a bias."""
+        attention = (*self.qkv_biases(), "attn_output")
+        return attention * self.attn_bias + FFN_TARGETS * self.ffn_bias
+
+    def qkv_biases(self) -> tuple[str, ...]:
+        """The biases of q, k and v, if there are any."""
+        return ("attn_qkv",) if self.fused_qkv and not self.biases_apart else QKV
+
+    def own_keys(self) -> dict[str, Value]:
+        """The family's own metadata, without `<arch>.`."""
+        return {}
+
+    def own_vectors(self) -> dict[str, Array]:
+        """The family's own vectors that belong to no layer, by GGUF name."""
+        return {}
+
+    def embedding_gain(self) -> float:
+        """What the graph multiplies the looked-up rows by."""
+        return 1.0
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Short names of a layer's matrices: what an adapter may change."""
+        return tuple(self.block_matrices())
+
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every matrix by GGUF name, in file order."""
+        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.n_vocab, self.n_embd)}
         if not self.tied:
             shapes["output.weight"] = (self.n_vocab, self.n_embd)
+        block = self.block_matrices()
         for il in range(self.n_layer):
             shapes |= {f"blk.{il}.{name}.weight": shape for name, shape in block.items()}
         return shapes
@@ -111,29 +153,39 @@ class TinyLlama:
         out = {name: self._matrix(name, shape) for name, shape in self.matrices().items()}
         out["output_norm.weight"] = self._near_one("output_norm.weight", self.n_embd)
         if self.rope_freqs:
-            rng = _rng(self.seed, "rope_freqs")
-            out["rope_freqs.weight"] = rng.uniform(1, 4, self.n_rot // 2).astype(np.float32)
+            out["rope_freqs.weight"] = self.divisors("rope_freqs")
+        out |= self.own_vectors()
+        apart = replace(self, fused_qkv=False).block_matrices() | self.block_matrices()
         for il in range(self.n_layer):
-            for norm in ("attn_norm", "ffn_norm"):
+            for norm, n in self.block_norms().items():
                 name = f"blk.{il}.{norm}.weight"
-                out[name] = self._near_one(name, self.n_embd)
-            for target in self._biased():
+                out[name] = self._near_one(name, n)
+            for target in self.block_biases():
                 name = f"blk.{il}.{target}.bias"
-                n_out = out[f"blk.{il}.{target}.weight"].shape[0]
-                out[name] = 0.3 * _normal(self.seed, name, (n_out,))
-            for target in LINEAR_TARGETS if self.scales else ():
+                out[name] = self.bias(name, apart[target][-2])
+            for target in self.targets if self.scales else ():
                 name = f"blk.{il}.{target}.scale"
                 out[name] = _rng(self.seed, name).uniform(0.5, 1.5, 1).astype(np.float32)
         return out
 
-    def _biased(self) -> tuple[str, ...]:
-        return ATTENTION_TARGETS * self.attn_bias + FFN_TARGETS * self.ffn_bias
+    def divisors(self, name: str, most: float = 4.0) -> Array:
+        """Random rope factors."""
+        n = (self.rope_dim or self.n_rot) // 2
+        return _rng(self.seed, name).uniform(1, most, n).astype(np.float32)
 
-    def _matrix(self, name: str, shape: tuple[int, int]) -> Array:
+    def bias(self, name: str, n: int) -> Array:
+        """A random bias."""
+        return np.float32(0.3) * _normal(self.seed, name, (n,))
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> Array:
         # 2 / sqrt(n_embd) behind a normalised activation gives logits of standard deviation 2.
         is_head = name == "output.weight" or (self.tied and name == "token_embd.weight")
         is_lookup = name == "token_embd.weight" and not self.tied
-        std = 1.0 if is_lookup else (2.0 if is_head else 1.0) / np.sqrt(shape[1])
+        std = (
+            1.0 / self.embedding_gain()
+            if is_lookup
+            else (2.0 if is_head else 1.0) / np.sqrt(shape[-1])
+        )
         return np.float32(std) * _normal(self.seed, name, shape)
 
     def _near_one(self, name: str, n: int) -> Array:
@@ -141,31 +193,35 @@ class TinyLlama:
 
     def metadata(self) -> dict[str, Value]:
         """Keys of the file; `extra` comes last and overrides."""
-        keys: dict[str, Value] = {
-            "general.architecture": "llama",
-            "general.name": f"tiny-llama-{self.seed}",
-            "llama.context_length": self.n_ctx_train,
-            "llama.embedding_length": self.n_embd,
-            "llama.block_count": self.n_layer,
-            "llama.feed_forward_length": self.n_ff,
-            "llama.attention.head_count": self.n_head,
-            "llama.attention.head_count_kv": self.n_head_kv,
-            "llama.attention.layer_norm_rms_epsilon": self.rms_eps,
-            "llama.rope.dimension_count": self.rope_dim or self.n_rot,
-            "llama.rope.freq_base": self.rope_base,
-            "llama.vocab_size": self.n_vocab,
+        own: dict[str, Value] = {
+            "context_length": self.n_ctx_train,
+            "embedding_length": self.n_embd,
+            "block_count": self.n_layer,
+            "feed_forward_length": self.n_ff,
+            "attention.head_count": self.n_head,
+            "attention.head_count_kv": self.n_head_kv,
+            "attention.layer_norm_rms_epsilon": self.rms_eps,
+            "rope.dimension_count": self.rope_dim or self.n_rot,
+            "rope.freq_base": self.rope_base,
+            "vocab_size": self.n_vocab,
         }
         if self.head_dim:
-            keys |= {
-                "llama.attention.key_length": self.head_dim,
-                "llama.attention.value_length": self.head_dim,
+            own |= {
+                "attention.key_length": self.head_dim,
+                "attention.value_length": self.head_dim,
             }
         if self.rope_scaling:
-            keys |= {
-                "llama.rope.scaling.type": self.rope_scaling,
-                "llama.rope.scaling.factor": self.rope_factor,
-                "llama.rope.scaling.original_context_length": self.rope_orig_ctx,
+            own |= {
+                "rope.scaling.type": self.rope_scaling,
+                "rope.scaling.factor": self.rope_factor,
+                "rope.scaling.original_context_length": self.rope_orig_ctx,
             }
+        keys: dict[str, Value] = {
+            "general.architecture": self.arch,
+            # libllama wants certain tokens of a model whose name says that it is a Phi 3.
+            "general.name": f"tiny-{self.arch.replace('phi3', 'phi')}-{self.seed}",
+        }
+        keys |= {f"{self.arch}.{name}": value for name, value in (own | self.own_keys()).items()}
         return keys | self._vocab_metadata() | dict(self.extra)
 
     def _vocab_metadata(self) -> dict[str, Value]:
@@ -213,12 +269,19 @@ class TinyLlama:
 
 
 @dataclass(frozen=True)
+class TinyLlama(TinyModel):
+    """A random model of `general.architecture = llama`."""
+
+    arch = "llama"
+
+
+@dataclass(frozen=True)
 class TinyAdapter:
     """A random adapter; Q8_0 needs ranks and input widths that are multiples of 32."""
 
     rank: int | Mapping[str, int] = 4  # one for all, or by target (default then 4)
     alpha: float | None = 8.0  # None: the key is missing
-    targets: Sequence[str] = LINEAR_TARGETS
+    targets: Sequence[str] | None = None  # short names; None: all matrices of a layer
     layers: Sequence[int] | None = None  # None: all
     embeddings: bool = False  # token_embd.weight: a (n_vocab, rank), b (n_embd, rank)
     output: bool = False  # output.weight
@@ -228,7 +291,7 @@ class TinyAdapter:
     metadata: Mapping[str, Value] = field(default_factory=dict)  # further or overriding
     seed: int = 1
 
-    def raw_tensors(self, model: TinyLlama) -> list[RawTensor]:
+    def raw_tensors(self, model: TinyModel) -> list[RawTensor]:
         """Both halves of every pair, as written."""
         tensors = []
         for name, (a, b) in self._random_pairs(model).items():
@@ -238,7 +301,7 @@ class TinyAdapter:
             ]
         return tensors
 
-    def arrays(self, model: TinyLlama) -> AdapterArrays:
+    def arrays(self, model: TinyModel) -> AdapterArrays:
         """What the file means: pairs as read back from `dtype`, and alpha (0 = none)."""
         pairs = {
             name: (self._rounded(a), self._rounded(b))
@@ -249,32 +312,35 @@ class TinyAdapter:
     def _rounded(self, values: Array) -> Array:
         return dequantised(quantised(values, self.dtype), values.shape, self.dtype)
 
-    def _random_pairs(self, model: TinyLlama) -> dict[str, tuple[Array, Array]]:
+    def _random_pairs(self, model: TinyModel) -> dict[str, tuple[Array, Array]]:
         shapes = model.matrices()
         pairs = {}
         for name in self._names(model):
             target = name.removesuffix(".weight").split(".")[-1]
             rank = self.rank if isinstance(self.rank, int) else self.rank.get(target, 4)
-            n_out, n_in = shapes.get(name, shapes["token_embd.weight"])
+            *stack, n_out, n_in = shapes.get(name, shapes["token_embd.weight"])
             # The lookup's A is indexed by token, so its rows are the activations themselves.
             is_lookup = name == "token_embd.weight"
             a_shape, a_std = ((n_out, rank), 1.0) if is_lookup else ((rank, n_in), n_in**-0.5)
             b_shape = (n_in, rank) if is_lookup else (n_out, rank)
-            a = np.float32(a_std) * _normal(self.seed, f"{name}.lora_a", a_shape)
-            b = np.float32(self.b_std) * _normal(self.seed, f"{name}.lora_b", b_shape)
+            b_std = self.b_std / (model.embedding_gain() if is_lookup else 1.0)
+            a = np.float32(a_std) * _normal(self.seed, f"{name}.lora_a", (*stack, *a_shape))
+            b = np.float32(b_std) * _normal(self.seed, f"{name}.lora_b", (*stack, *b_shape))
             pairs[name] = (a, b)
         return pairs
 
-    def _names(self, model: TinyLlama) -> list[str]:
+    def _names(self, model: TinyModel) -> list[str]:
         layers = range(model.n_layer) if self.layers is None else self.layers
-        names = [f"blk.{il}.{target}.weight" for il in layers for target in self.targets]
+        targets = model.targets if self.targets is None else self.targets
+        names = [f"blk.{il}.{target}.weight" for il in layers for target in targets]
+        names = [name for name in names if name in model.matrices()]  # layers may be unlike
         return names + ["token_embd.weight"] * self.embeddings + ["output.weight"] * self.output
 
-    def keys(self) -> dict[str, Value]:
+    def keys(self, arch: str = "llama") -> dict[str, Value]:
         """Keys of the file; `metadata` comes last and overrides."""
         keys: dict[str, Value] = {
             "general.type": "adapter",
-            "general.architecture": "llama",
+            "general.architecture": arch,
             "adapter.type": "lora",
         }
         if self.alpha is not None:
@@ -283,11 +349,11 @@ class TinyAdapter:
             keys["adapter.alora.invocation_tokens"] = np.asarray(self.invocation_tokens, np.uint32)
         return keys | dict(self.metadata)
 
-    def to_bytes(self, model: TinyLlama) -> bytes:
+    def to_bytes(self, model: TinyModel) -> bytes:
         """The whole adapter as one GGUF file."""
-        return gguf_bytes(self.keys(), self.raw_tensors(model))
+        return gguf_bytes(self.keys(model.arch), self.raw_tensors(model))
 
-    def write(self, path: str | Path, model: TinyLlama) -> AdapterArrays:
+    def write(self, path: str | Path, model: TinyModel) -> AdapterArrays:
         """Write the file and give what it means."""
         Path(path).write_bytes(self.to_bytes(model))
         return self.arrays(model)
@@ -300,6 +366,16 @@ def write_adapter_raw(
     if isinstance(tensors, Mapping):
         tensors = [tensor(name, array) for name, array in tensors.items()]
     return write_gguf(path, metadata, tensors)
+
+
+def random_normal(seed: int, name: str, shape: tuple[int, ...]) -> Array:
+    """Standard normal values that depend on seed and name alone."""
+    return _normal(seed, name, shape)
+
+
+def random_uniform(seed: int, name: str, low: float, high: float, n: int) -> Array:
+    """(n,) values in [low, high) that depend on seed and name alone."""
+    return _rng(seed, name).uniform(low, high, n).astype(np.float32)
 
 
 def _rng(seed: int, name: str) -> np.random.Generator:

@@ -17,6 +17,7 @@ LoragraphError
 │  └─ OverloadedError                  429: too many requests wait
 ├─ DeadlineError                     a request's time was over                     [status, result]
 ├─ AdapterChangedError               a file is no longer what was registered       [status]
+├─ OutputError                       a file could not be written: full disk, no permission
 └─ BackendError                      ggml failed, is missing or is of another version
 
 A message says expected, got, where, and then a hint.
@@ -167,6 +168,12 @@ class AdapterChangedError(LoragraphError):
     """An adapter was to be loaded again, but its file has other content than the first time."""
 
     status = 409
+
+
+class OutputError(LoragraphError):
+    """A file could not be written; what stood under its name stands there still."""
+
+    status = 500
 
 
 class BackendError(LoragraphError):

@@ -223,3 +223,21 @@ def test_size(nbytes: int, text: str) -> None:
 def test_base_fixture_matches_the_checks() -> None:
     """The in-memory base of the adapter tests has the shapes used here."""
     assert base().targets["blk.0.ffn_up.weight"].ne == (N_EMBD, N_FF, 1, 1)
+
+
+def test_tied_output(tmp_path: Path) -> None:
+    """--tied-output and its opposite decide, as a load would, and the answer is shown."""
+    tiny = TinyLlama(tied=True)
+    base = tiny.write(tmp_path / "base.gguf")
+    path = tmp_path / "a.gguf"
+    TinyAdapter(embeddings=True).write(path, tiny)
+    _, facts = run_json(path, "--base", base)
+    assert facts["tied_output"] is True
+    assert "tied" in facts["warnings"][0]
+    _, facts = run_json(path, "--base", base, "--no-tied-output")
+    assert (facts["tied_output"], facts["warnings"]) == (False, [])
+    assert "leaves the tied head alone" in run(path, "--base", base, "--no-tied-output")[1]
+    assert "changes the tied head too" in run(path, "--base", base, "--tied-output")[1]
+    assert run_json(path)[1]["tied_output"] is None
+    result = main("inspect", base, "--tied-output")
+    assert (result.returncode, "only an adapter" in result.stderr) == (2, True)

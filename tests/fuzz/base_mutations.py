@@ -14,7 +14,18 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tests.fuzz.mutations import KINDS, Change, header_bytes, mutate
 from tests.gguf_bytes import RawTensor, gguf_bytes
-from tests.tiny import TinyLlama
+from tests.tiny import TinyLlama, TinyModel
+from tests.tiny_experts import (
+    STACKS,
+    TinyDeepSeek2,
+    TinyGptOss,
+    TinyGraniteMoE,
+    TinyMixtral,
+    TinyQwen2MoE,
+    TinyQwen3MoE,
+)
+from tests.tiny_families import VARIANTS
+from tests.tiny_fold import Folding, folded_tensors
 
 Q = GGMLQuantizationType
 Pairs = list[tuple[str, Any]]
@@ -24,22 +35,18 @@ Pairs = list[tuple[str, Any]]
 class Base:
     """A right model, taken apart and as a file."""
 
-    model: TinyLlama
+    pairs: Pairs  # its metadata
+    tensors: list[RawTensor]
 
-    @cached_property
-    def pairs(self) -> Pairs:
-        """Its metadata."""
-        return list(self.model.metadata().items())
-
-    @cached_property
-    def tensors(self) -> list[RawTensor]:
-        """Its tensors."""
-        return self.model.raw_tensors()
+    @classmethod
+    def of(cls, model: TinyModel) -> Base:
+        """A tiny model."""
+        return cls(list(model.metadata().items()), model.raw_tensors())
 
     @cached_property
     def data(self) -> bytes:
         """The file."""
-        return self.model.to_bytes()
+        return gguf_bytes(self.pairs, self.tensors)
 
     @cached_property
     def places(self) -> list[int]:
@@ -49,7 +56,7 @@ class Base:
 
 
 def bases() -> list[Base]:
-    """Models with each option of the family and each kind of weight type."""
+    """Models of every family, with each option of llama and each kind of weight type."""
     wide: dict[str, Any] = {"n_layer": 1, "n_embd": 256, "n_ff": 256, "n_head": 4}
     forms = [
         TinyLlama(n_layer=1),
@@ -64,8 +71,25 @@ def bases() -> list[Base]:
         TinyLlama(**wide, tied=True, weight_type=Q.Q2_K, types={"attn_v": Q.Q3_K}),
         TinyLlama(**wide, vocab="bpe", weight_type=Q.IQ4_XS, types={"ffn_up": Q.IQ2_XXS}),
         TinyLlama(**wide, weight_type=Q.Q5_K, types={"ffn_up": Q.TQ2_0, "ffn_gate": Q.IQ3_S}),
+        TinyMixtral(n_layer=1, scales=True, weight_type=Q.Q4_0),
+        TinyQwen2MoE(n_layer=1),
+        TinyQwen3MoE(n_layer=1, n_expert=40, n_used=8, n_ff_exp=2),
+        TinyGraniteMoE(n_layer=1, n_ff_shared=32, weight_type=Q.F16),
+        TinyGptOss(n_layer=2, types=dict.fromkeys(STACKS, Q.MXFP4)),
+        TinyDeepSeek2(n_layer=2, gating=2, selection_bias=True, norm_weights=True),
+        TinyDeepSeek2(n_layer=2, absorbed=False, n_expert=8, n_group=4, n_group_used=2),
     ]
-    return [Base(form) for form in forms]
+    folded = [(TinyLlama(n_layer=1), Folding(latent=True)), (TinyLlama(tied=True), _TIED)]
+    shallow = [model for model in VARIANTS.values() if model.n_layer < 40]
+    return [Base.of(form) for form in (*forms, *shallow)] + [_folded(*one) for one in folded]
+
+
+_TIED = Folding(tied=True, block_size=16)
+
+
+def _folded(model: TinyModel, folding: Folding) -> Base:
+    pairs = model.metadata() | folding.metadata(model)
+    return Base(list(pairs.items()), folded_tensors(model, folding))
 
 
 def spoiled(rng: random.Random, base: Base) -> bytes:
@@ -140,16 +164,18 @@ def _spoil_metadata(rng: random.Random, pairs: Pairs) -> None:
         return
     at = rng.randrange(len(pairs))
     key, value = pairs[at]
+    arch = next((str(value) for key, value in pairs if key == "general.architecture"), "llama")
+    other = rng.choice(KEYS).replace("llama.", f"{arch[:20]}.")
     match rng.randrange(8):
         case 0:
             del pairs[at]
         case 1:
-            key = rng.choice(KEYS)
+            key = other
             pairs[:] = [*(pair for pair in pairs if pair[0] != key), (key, rng.choice(VALUES))]
         case 2:
-            pairs[at] = (rng.choice(KEYS), value)
+            pairs[at] = (other, value)
         case 3:
-            pairs.append((rng.choice(KEYS), rng.choice(VALUES)))
+            pairs.append((other, rng.choice(VALUES)))
         case 4:
             pairs[at] = (key, _near(rng, value))
         case _:
@@ -260,9 +286,18 @@ KEYS = (
     *("llama.attention.value_length", "llama.rope.scaling.factor", "llama.rope.scaling.type"),
     *("llama.rope.scaling.attn_factor", "llama.rope.scale_linear", "llama.rope.freq_base"),
     *("llama.rope.scaling.original_context_length", "llama.attention.head_count_kv"),
+    *("llama.attention.sliding_window", "llama.attention.sliding_window_pattern"),
+    *("llama.attn_logit_softcapping", "llama.final_logit_softcapping", "llama.logit_scale"),
+    *("llama.rope.freq_base_swa", "llama.rope.scaling.finetuned", "llama.rope.dimension_count"),
+    *("llama.embedding_scale", "llama.residual_scale", "llama.attention.scale"),
     *("split.count", "split.no", "general.alignment", "general.name", "x" * 70, "a\0b"),
     *("tokenizer.ggml.pre", "tokenizer.ggml.suppress_tokens", "tokenizer.ggml.eot_token_id"),
     *("tokenizer.ggml.add_eos_token", "tokenizer.ggml.precompiled_charsmap"),
+    *("llama.expert_used_count", "llama.expert_group_count", "llama.expert_group_used_count"),
+    *("llama.expert_weights_scale", "llama.expert_gating_func", "llama.attention.q_lora_rank"),
+    *("llama.attention.key_length_mla", "llama.rope.scaling.yarn_log_multiplier"),
+    *("prism.hadamard.version", "prism.hadamard.block_size", "prism.hadamard.weight_names"),
+    *("prism.hadamard.sign_mode", "prism.hadamard.sign_values", "prism.hadamard.tied_output"),
 )
 NAMES = (
     *("", "output.weight", "token_embd.weight", "rope_freqs.weight", "blk.0.attn_q.bias", "y" * 63),

@@ -28,4 +28,4 @@ def test_corpus_decodes_before_it_is_spoiled(tmp_path: Path) -> None:
     with Worker("tests.fuzz.base_worker") as worker:
         for base in bases():
             path.write_bytes(base.data)
-            assert worker.check(path) == "ok decoded", base.model
+            assert worker.check(path) == "ok decoded", base.pairs[:2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,10 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
-from loragraph.errors import CapacityError, UnsupportedError
+from loragraph.errors import CapacityError
 from loragraph.ggml.handles import F16, F32
 from loragraph.graph.lowrank.stacked import StackedLowering
 from loragraph.graph.lowrank.stacks import StackedSlots
-from loragraph.model.weights import Use
 from tests.numerics.compare import nmse
 from tests.numerics.runs import MIXING, open_context, random_tokens, run
 from tests.tiny import TinyAdapter, TinyLlama
@@ -189,18 +187,6 @@ def test_nine_adapters_a_token(setting: Setting) -> None:
         with open_context(setting.model, lowering=lowering) as context:
             results.append(run(context, TOKENS, scales))
     assert nmse(results[1], results[0]) <= 2e-12
-
-
-def test_experts_are_refused(setting: Setting) -> None:
-    """An adapter with a pair on experts: UnsupportedError that names the target and a way out."""
-    model = setting.model
-    name = "blk.0.ffn_up.weight"
-    weights = dict(model.weights.by_name)
-    weights[name] = replace(weights[name], use=Use.EXPERTS)
-    lowering = StackedLowering(model.lib, weights, 8, tied=model.base_info.tied)
-    with pytest.raises(UnsupportedError, match=f"{name}.*use lowering='branch'"):
-        lowering.check(Mix({setting.a: 1.0}))
-    lowering.close()
 
 
 def test_too_many_adapters_are_refused(setting: Setting) -> None:

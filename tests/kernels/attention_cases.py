@@ -41,6 +41,7 @@ class Layer:
     v_data: NDArray[Any]
     k: NDArray[np.float64] = field(repr=False)  # (n_cells, n_head_kv, hd_k)
     v: NDArray[np.float64] = field(repr=False)
+    sinks: NDArray[np.float32] | None = None  # (n_head,)
 
     @classmethod
     def random(
@@ -74,7 +75,8 @@ class Layer:
         """The twin's result, (n_rows, n_head * hd_v)."""
         q = self.q[:n_rows].astype(np.float64)
         visible = visible_cells(stretches, n_rows)
-        return attend(q, self.k, self.v, visible, self.shape.scale, self.shape.softcap)
+        sinks = None if self.sinks is None else self.sinks.astype(np.float64)
+        return attend(q, self.k, self.v, visible, self.shape.scale, self.shape.softcap, sinks)
 
 
 def visible_cells(stretches: Sequence[Stretch], n_rows: int) -> list[list[int]]:
@@ -127,6 +129,8 @@ def run_native(
     k, v = layer.k_data, layer.v_data
     node.bind_cells(k.ctypes.data, k.strides[0], v.ctypes.data, v.strides[0])
     node.bind_out(out.ctypes.data, width + GUARD)
+    if layer.sinks is not None:
+        node.bind_sinks(layer.sinks.ctypes.data)
     run_attention(node, n_threads)
     np.testing.assert_array_equal(out[:, width:], GUARD_VALUE)
     return out[:, :width].copy()

@@ -119,6 +119,35 @@ def test_sliding_window(isa: str, rng: np.random.Generator, window: int) -> None
     check(layer, prompt_chunk(400, 100, blocks(rng, 500, 1024), window), 100, 2)
 
 
+@pytest.mark.parametrize("size", [-30.0, 0.5, 30.0])
+def test_sinks(isa: str, rng: np.random.Generator, size: float) -> None:
+    """A score of each head takes its share of the weights, in rows of one chunk and of many,
+    whether it is far below all others or far above."""
+    layer = Layer.random(rng, 40, 2048, (4, 2), (64, 64))
+    layer.sinks = (size + rng.standard_normal(4)).astype(np.float32)
+    check(layer, prompt_chunk(30, 40, blocks(rng, 70, 256)), 40, 2)
+    check(layer, own_cells(rng, [3, 900, 800], 2048), 3, 3)
+
+
+def test_sinks_of_minus_infinity_are_none(isa: str, rng: np.random.Generator) -> None:
+    """A sink that no exp can see changes nothing but the last bit."""
+    layer = Layer.random(rng, 3, 1024, (2, 1), (32, 32))
+    stretches = own_cells(rng, [5, 400, 40], 1024)
+    plain = run_native(layer, stretches, 3)
+    layer.sinks = np.full(2, -1e30, np.float32)
+    np.testing.assert_allclose(run_native(layer, stretches, 3), plain, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("type_", [F32, F16, Q8_0])
+def test_v_may_be_the_first_values_of_k(isa: str, rng: np.random.Generator, type_: int) -> None:
+    """Latent attention: many heads read one K, and its first values as V, in the same cells."""
+    layer = Layer.random(rng, 20, 1024, (16, 1), (96, 96), (type_, type_))
+    shape = replace(layer.shape, n_embd_v=64)
+    one = replace(layer, shape=shape, v_data=layer.k_data, v=layer.k[..., :64])
+    check(one, prompt_chunk(60, 20, blocks(rng, 80, 1024)), 20, 2)
+    check(one, own_cells(rng, [300, 1, 64], 1024), 3, 3)
+
+
 def test_softcap(isa: str, rng: np.random.Generator) -> None:
     """Scores are bent by c tanh(s / c), small and large ones."""
     layer = Layer.random(rng, 40, 256, (4, 2), (64, 64), softcap=5.0)

@@ -303,7 +303,7 @@ def test_transpose_b_is_exact(rng: np.random.Generator, ggml_type: int) -> None:
     if ggml_type == Q8_0:
         assert out.scales is not None
         values = out.values.view(np.int8).reshape(64, 10) * np.repeat(
-            out.scales.astype(np.float32), 32, axis=0
+            out.scales[0].astype(np.float32), 32, axis=0
         )
     elif ggml_type == BF16:
         values = (out.values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -13,6 +13,8 @@ from loragraph.errors import GGUFError, LoragraphError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.lib import load_library
 from loragraph.model.hparams import HParams, read_hparams
+from loragraph.model.keys import Keys
+from loragraph.model.rope import NORM
 from tests.gguf_bytes import RawTensor
 from tests.numerics.compare import nmse
 from tests.numerics.runs import MODES, loragraph_logits, random_tokens
@@ -35,7 +37,7 @@ def write(path: Path, changes: dict[str, Any]) -> Path:
 def read(path: Path, changes: dict[str, Any]) -> HParams:
     """The numbers of such a model."""
     with GGUFFile(load_library(), write(path / "m.gguf", changes)) as file:
-        return read_hparams(file, 0)
+        return read_hparams(Keys(file), NORM)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -80,6 +82,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rope base zero": ({"llama.rope.freq_base": 0.0}, "a value from"),
     "rope base infinite": ({"llama.rope.freq_base": float("inf")}, "finite"),
     "rope factor negative": (YARN | {"llama.rope.scaling.factor": -2.0}, "a value from"),
+    "longrope without factors": (
+        {"llama.rope.scaling.type": "longrope"},
+        "rope_factors_short.weight: missing tensor",
+    ),
     "rope scaling a number": ({"llama.rope.scaling.type": 1}, "expected type string"),
     "vocabulary of none": (
         {"llama.vocab_size": 0, "tokenizer.ggml.tokens": MISSING},
@@ -102,8 +108,9 @@ def test_wrong_metadata_is_refused(changes: dict[str, Any], words: str, tmp_path
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "gpt17"}, "architecture 'gpt17'.*supported: .*llama"),
     "adapter": ({"general.type": "adapter"}, "expected a base model, got general.type 'adapter'"),
-    "rope scaling": ({"llama.rope.scaling.type": "longrope"}, "none, linear or yarn"),
-    "experts": ({"llama.expert_count": 8}, "experts"),
+    "rope scaling": ({"llama.rope.scaling.type": "ntk"}, "none, linear, yarn or longrope"),
+    "both directions": ({"llama.attention.causal": False}, "reads text and writes none"),
+    "unlike layers": ({"llama.attention.key_length_swa": 32}, "unlike the other layers' 16"),
     "unlike heads": (
         {"llama.attention.key_length": 16, "llama.attention.value_length": 32},
         "K heads of 16 and V heads of 32",
@@ -151,7 +158,7 @@ def test_one_number_a_layer(dtype: Any, tmp_path: Path) -> None:
         },
     )
     assert (hparams.n_head, hparams.n_head_kv, hparams.n_ff) == ((4, 2), (2, 1), (96, 32))
-    assert [hparams.n_embd_kv(il) for il in range(2)] == [32, 16]
+    assert [hparams.n_embd_k(il) for il in range(2)] == [32, 16]
 
 
 SCALINGS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 @dataclass(frozen=True)
 class AdapterArrays:
-    """Pairs (lora_a, lora_b) by base name: a (rank, n_in), b (n_out, rank) f32.
+    """Pairs (lora_a, lora_b) by base name: a (rank, n_in), b (n_out, rank) f32, of experts stacks.
 
     For token_embd.weight: a (n_vocab, rank), b (n_embd, rank).
     """
@@ -24,7 +24,7 @@ class AdapterArrays:
 
     def scale(self, name: str, user_scale: float) -> float:
         """user_scale * alpha / rank, rank from b's ne[0]; without alpha the user's scale alone."""
-        rank = self.pairs[name][1].shape[1]
+        rank = self.pairs[name][1].shape[-1]
         return user_scale * self.alpha / rank if self.alpha else user_scale
 
     def delta(self, name: str, user_scale: float = 1.0) -> npt.NDArray[np.float64]:

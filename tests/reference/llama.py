@@ -96,7 +96,7 @@ class ReferenceLlama:
         scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(q.shape[-1])
         future = np.triu(np.ones((n_tokens, n_tokens), dtype=bool), 1)
         mixed = np.einsum(
-            "hts,shd->thd", _softmax(np.where(future, -np.inf, scores)), v.repeat(group, axis=1)
+            "hts,shd->thd", softmax(np.where(future, -np.inf, scores)), v.repeat(group, axis=1)
         )
         return self._linear(f"blk.{il}.attn_output", mixed.reshape(n_tokens, -1), adapters)
 
@@ -148,7 +148,8 @@ def _effective(adapter: AdapterArrays, name: str, scale: float | Sequence[float]
     return adapter.scale(name, 1.0) * np.asarray(scale, dtype=np.float64).reshape(-1, 1)
 
 
-def _softmax(x: Float) -> Float:
+def softmax(x: Float) -> Float:
+    """Over the last axis."""
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     out: Float = weights / weights.sum(axis=-1, keepdims=True)
     return out

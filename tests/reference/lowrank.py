@@ -35,3 +35,27 @@ def add_low_rank(
         if pair is not None:
             out[row] += scale * pair.scale * (pair.b @ (pair.a @ x[row]))
     return out
+
+
+def add_low_rank_experts(
+    y: NDArray[np.float64],
+    x: NDArray[np.float64],
+    ids: NDArray[np.int32],
+    pairs: Sequence[Sequence[Pair] | None],
+    entries: Sequence[tuple[int, int, float]],
+) -> NDArray[np.float64]:
+    """y plus the low-rank part of every (slot, token, user scale), by the token's experts.
+
+    Semantics: y[token * n_used + u] += the dense formula with pairs[slot][ids[token, u]]
+    y (n_tokens * n_used, n_out) · x (n_tokens, 1 or n_used, n_in) · ids (n_tokens, n_used)
+    """
+    n_used = ids.shape[1]
+    out = y.copy()
+    for slot, token, scale in entries:
+        experts = pairs[slot]
+        for u in range(n_used if experts is not None else 0):
+            assert experts is not None
+            pair = experts[ids[token, u]]
+            one = x[token, u % x.shape[1]]
+            out[token * n_used + u] += scale * pair.scale * (pair.b @ (pair.a @ one))
+    return out

@@ -49,7 +49,9 @@ def merged(
     if is_tied and names & {_HEAD, _TABLE}:
         out[_HEAD] = out[_TABLE].copy()
     for name in [name for name in out if name.endswith(".scale")]:
-        out[name.removesuffix(".scale") + ".weight"] *= out.pop(name)
+        weight = name.removesuffix(".scale") + ".weight"
+        factor = out.pop(name)
+        out[weight] *= factor if factor.size == 1 else factor[:, None, None]
     for adapter, user_scale in adapters:
         for name in adapter.pairs:
             out[name] = out[name] + adapter.delta(name, user_scale)

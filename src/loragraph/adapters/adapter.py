@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from loragraph.adapters.base import Shape
 from loragraph.adapters.report import LoadReport
 from loragraph.adapters.values import dequantised
+from loragraph.adapters.vectors import RowVectors
 from loragraph.errors import InvalidRequestError, LifecycleError
 from loragraph.ggml.gguf import Scalar
 
@@ -101,6 +102,7 @@ class Adapter:
         metadata: Mapping[str, Scalar] | None = None,
         invocation_tokens: Sequence[int] = (),
         tied_output: bool = False,
+        vectors: Mapping[str, RowVectors] | None = None,
     ) -> None:
         """Takes `data` over: (nbytes,) u8 from allocate_block(), not written any more."""
         data.flags.writeable = False
@@ -110,7 +112,10 @@ class Adapter:
         self.metadata: Mapping[str, Scalar] = MappingProxyType(dict(metadata or {}))
         self.invocation_tokens = tuple(invocation_tokens)
         self.tied_output = tied_output  # token_embd's pair changes the tied head too
-        self.nbytes = len(data)
+        self.vectors: Mapping[str, RowVectors] = MappingProxyType(
+            dict(sorted((vectors or {}).items()))
+        )
+        self.nbytes = len(data) + sum(part.nbytes for part in self.vectors.values())
         self._data: NDArray[np.uint8] | None = data
         self._lock = threading.Lock()
         self._attached: Counter[str] = Counter()
@@ -255,4 +260,7 @@ class Adapter:
             for tensor in (pair.a, pair.b):
                 sha.update(struct.pack("<i5q", tensor.type, *tensor.ne, tensor.nbytes))
                 sha.update(self.raw(tensor).data)
+        for target, part in self.vectors.items():
+            sha.update(b"vectors" + target.encode() + b"\0")
+            part.add_to(sha)
         return sha.hexdigest()

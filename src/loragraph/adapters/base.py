@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 
 from loragraph.errors import FormatError
 from loragraph.ggml.gguf import GGUFFile
+from loragraph.model.fold import latent_tables
 
 Shape = tuple[int, int, int, int]
 
@@ -31,11 +32,17 @@ _LOOKUPS_AND_HEADS = frozenset(  # 2-D weights that no graph passes through a lo
 )
 
 
+_STACKS = ("_exps.weight", ".attn_k_b.weight", ".attn_v_b.weight")
+"""Endings of stacks: a matrix an expert, or in latent attention a matrix a head."""
+
+_SHARED_GATE = ".ffn_gate_inp_shexp.weight"  # one row: the weight of the shared expert
+
+
 class TargetKind(Enum):
     """How a base tensor meets activations, and so which low-rank form fits it."""
 
     LINEAR = "linear"  # W [n_in, n_out]: A [n_in, rank], B [rank, n_out]
-    EXPERTS = "experts"  # W [n_in, n_out, n_expert]: A and B with the same ne[2]
+    EXPERTS = "experts"  # W [n_in, n_out, n_expert or n_head]: A and B with the same ne[2]
     EMBEDDING = "embedding"  # W [n_embd, n_vocab]: A [rank, n_vocab], B [rank, n_embd]
     NONE = "none"  # norms, biases, frequencies, …: no low-rank part applies
 
@@ -67,6 +74,7 @@ class BaseInfo:
     name: str
     targets: Mapping[str, BaseTarget]
     tied: bool
+    latent: frozenset[str] = frozenset()  # lookup tables whose rows are rotated
 
     @property
     def n_params(self) -> int:
@@ -82,10 +90,12 @@ def target_kind(name: str, ne: Shape) -> TargetKind:
         return TargetKind.NONE
     if name == TOKEN_EMBD:
         return TargetKind.EMBEDDING
+    if name.endswith(_STACKS):
+        return TargetKind.EXPERTS
+    if name.endswith(_SHARED_GATE):
+        return TargetKind.LINEAR
     if name in _LOOKUPS_AND_HEADS or n_in == 1 or n_out == 1:
         return TargetKind.NONE
-    if name.endswith("_exps.weight"):
-        return TargetKind.EXPERTS
     return TargetKind.LINEAR if n_expert == 1 else TargetKind.NONE
 
 
@@ -118,4 +128,5 @@ def base_info_from_gguf(file: GGUFFile, *parts: GGUFFile) -> BaseInfo:
                 raise FormatError(f"tensor '{name}' stands in two files", path=part.path)
             shapes[name] = info.ne
     arch = file.string("general.architecture")
-    return base_info(arch, file.string("general.name", file.path.stem), shapes)
+    base = base_info(arch, file.string("general.name", file.path.stem), shapes)
+    return replace(base, latent=latent_tables(file))

@@ -9,6 +9,7 @@ base does nothing without one. Messages keep llama.cpp's phrases, since people s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from loragraph.adapters.base import TOKEN_EMBD, BaseInfo, TargetKind, target_kind
@@ -20,6 +21,7 @@ from loragraph.adapters.draft import (
     DraftPair,
 )
 from loragraph.adapters.values import TYPE_NAMES, Bytes, all_finite
+from loragraph.adapters.vector_checks import bias_in_range, tied_magnitude, vectors
 from loragraph.errors import (
     AdapterFormatError,
     AdapterMismatchError,
@@ -30,6 +32,8 @@ from loragraph.ggml.gguf import Scalar, TensorInfo
 
 MAX_RANK = 4096
 """Larger ranks are refused: no training gives them, and scratch memory grows with the rank."""
+
+_FUSED = re.compile(r"(blk\.\d+\.)attn_[qkv](?=\.weight$)")
 
 Problems = Iterator[LoragraphError]
 FileCheck = Callable[[Draft, BaseInfo | None], Problems]
@@ -165,11 +169,14 @@ def complete(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problems:
 def in_base(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
     """The target is a tensor of the base."""
     if base is not None and pair.target not in base.targets:
+        fused = _FUSED.sub(r"\1attn_qkv", pair.target)
+        hint = "maybe wrong base model?"
+        if fused != pair.target and fused in base.targets:
+            hint = f"q, k and v are one matrix of this base, '{fused}'"
         yield _mismatch(
             draft,
-            f"LoRA tensor '{pair.target}' does not exist in base model "
-            f"(hint: maybe wrong base model?): {base.arch} '{base.name}' with "
-            f"{len(base.targets)} tensors",
+            f"LoRA tensor '{pair.target}' does not exist in base model (hint: {hint}): "
+            f"{base.arch} '{base.name}' with {len(base.targets)} tensors",
             pair.target,
         )
 
@@ -182,6 +189,16 @@ def can_be_changed(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Prob
             f"LoRA tensor '{pair.target}' would change nothing: a low-rank part applies to no "
             f"tensor of its kind, base shape {list(base.targets[pair.target].ne)}",
             pair.target,
+        )
+
+
+def not_latent(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
+    """The target's rows are not rotated: a low-rank change of plain ones would not fit."""
+    if base is not None and pair.target in base.latent:
+        yield UnsupportedError(
+            f"{draft.path}: LoRA tensor '{pair.target}' targets a prism.hadamard latent lookup "
+            "table, which is not supported",
+            what=f"adapters of the latent table {pair.target}",
         )
 
 
@@ -286,18 +303,21 @@ FILE_CHECKS: tuple[FileCheck, ...] = (
     norms,
     duplicates,
     not_empty,
+    tied_magnitude,
 )
 PAIR_CHECKS: tuple[PairCheck, ...] = (
     complete,
     in_base,
     can_be_changed,
+    not_latent,
     shape,
     ranks_agree,
     experts,
     rank_range,
     types,
+    vectors,
 )
-DATA_CHECKS: tuple[DataCheck, ...] = (finite,)
+DATA_CHECKS: tuple[DataCheck, ...] = (finite, bias_in_range)
 
 
 def type_name(type_: int) -> str:

@@ -2,7 +2,8 @@
 
 Semantics: sum_i s_i B_i A_i = [s_1 B_1 | s_2 B_2 | ...] [A_1; A_2; ...], so the ranks add up and no
 cross terms come in. The scales s_i (user scale, alpha and rank) go into B; the new adapter has no
-alpha. Lookups: the same with A [rank, n_vocab] and B [rank, n_embd].
+alpha. Lookups: the same with A [rank, n_vocab] and B [rank, n_embd]. Row vectors (DoRA, biases) are
+linear in the user scales, so they are summed; a DoRA row's factor goes into B.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from loragraph.adapters.adapter import ALIGNMENT, Adapter, LoraPair, LoraTensor,
 from loragraph.adapters.base import TOKEN_EMBD, Shape
 from loragraph.adapters.mix import Mix
 from loragraph.adapters.report import LoadReport
+from loragraph.adapters.vectors import RowVectors
 from loragraph.errors import InvalidRequestError
 from loragraph.ggml.handles import BF16, F16, F32
 
@@ -64,6 +66,7 @@ def combine(mix: Mix) -> Adapter:
         alpha=0.0,
         invocation_tokens=parts[0].adapter.invocation_tokens,
         tied_output=any(part.adapter.tied_output for part in parts),
+        vectors=_vectors(parts),
     )
 
 
@@ -83,6 +86,26 @@ def _check(parts: Sequence[_Part]) -> None:
             param="adapters",
             hint="load them with the same tied_output",
         )
+
+
+def _vectors(parts: Sequence[_Part]) -> dict[str, RowVectors]:
+    """Gains and shifts of the sum: each adapter's times its user scale."""
+    found: dict[str, RowVectors] = {}
+    for target in sorted({target for part in parts for target in part.adapter.vectors}):
+        having = [part for part in parts if target in part.adapter.vectors]
+        found[target] = RowVectors(
+            gain=_weighted((part.scale, part.adapter.vectors[target].gain) for part in having),
+            shift=_weighted((part.scale, part.adapter.vectors[target].shift) for part in having),
+        )
+    return found
+
+
+def _weighted(
+    terms: Iterable[tuple[float, NDArray[np.float32] | None]],
+) -> NDArray[np.float32] | None:
+    """The sum of scale · values in f64, rounded once; None where no term has values."""
+    present = [scale * values.astype(np.float64) for scale, values in terms if values is not None]
+    return np.sum(present, axis=0).astype(np.float32) if present else None
 
 
 def _having(parts: Iterable[_Part], target: str) -> list[_Part]:
@@ -106,10 +129,17 @@ def _joined_b(target: str, parts: Sequence[_Part]) -> _Half:
     halves = [(part.adapter, part.adapter.pairs[target].b) for part in parts]
     axis = _rank_axis(target, is_b=True)
     scales = [part.adapter.effective_scale(target, part.scale) for part in parts]
-    if _same_raw_type(tensor for _, tensor in halves) and all(scale == 1 for scale in scales):
+    rows = [_row_factors(part.adapter, target) for part in parts]
+    plain = all(scale == 1 for scale in scales) and all(one is None for one in rows)
+    if _same_raw_type(tensor for _, tensor in halves) and plain:
         return _half(halves[0][1].type, [_raw(*half) for half in halves], axis)
-    scaled = zip(halves, scales, strict=True)
-    return _half(F32, [_f32(*half, scale) for half, scale in scaled], axis)
+    scaled = zip(halves, scales, rows, strict=True)
+    return _half(F32, [_f32(*half, scale, factors) for half, scale, factors in scaled], axis)
+
+
+def _row_factors(adapter: Adapter, target: str) -> NDArray[np.float32] | None:
+    vectors = adapter.vectors.get(target)
+    return None if vectors is None else vectors.b_rows
 
 
 def _same_raw_type(tensors: Iterable[LoraTensor]) -> bool:
@@ -124,10 +154,18 @@ def _raw(adapter: Adapter, tensor: LoraTensor) -> Values:
     return values
 
 
-def _f32(adapter: Adapter, tensor: LoraTensor, scale: float) -> Values:
-    """Scaled values as the bits of f32, (n_expert, ne1, ne0) u32."""
+def _f32(
+    adapter: Adapter,
+    tensor: LoraTensor,
+    scale: float,
+    rows: NDArray[np.float32] | None = None,
+) -> Values:
+    """Values times the scale and their rows' factors, as the bits of f32, (n_expert, ne1, ne0)."""
     n0, n1, n2, _ = tensor.ne
-    scaled = adapter.array(tensor).reshape(n2, n1, n0) * np.float32(scale)
+    with np.errstate(over="ignore"):  # found out below
+        scaled = adapter.array(tensor).reshape(n2, n1, n0) * np.float32(scale)
+        if rows is not None:
+            scaled *= rows[:, None]
     if not np.isfinite(scaled).all():
         raise InvalidRequestError(
             "expected scales whose products with the adapters are finite", param="adapters"

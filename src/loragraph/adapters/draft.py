@@ -19,16 +19,29 @@ TIED_OUTPUT_KEY = "loragraph.adapter.tied_output"
 TASK_NAME_KEY = "adapter.lora.task_name"
 PROMPT_PREFIX_KEY = "adapter.lora.prompt_prefix"
 
-_SUFFIXES = {".lora_a": "a", ".lora_b": "b"}
+_SUFFIXES = {
+    ".lora_a": "a",
+    ".lora_b": "b",
+    # loragraph's own (docs/adapter-format.md); llama.cpp refuses a file that has them.
+    ".lora_magnitude": "magnitude",
+    ".lora_bias": "bias",
+}
 
 
 @dataclass(slots=True)
 class DraftPair:
-    """The halves found for one target; either may be missing."""
+    """The halves found for one target, either may be missing, and the vectors beside them."""
 
     target: str
     a: TensorInfo | None = None
     b: TensorInfo | None = None
+    magnitude: TensorInfo | None = None
+    bias: TensorInfo | None = None
+
+    @property
+    def vectors(self) -> tuple[TensorInfo, ...]:
+        """The magnitude and the bias, as far as there are any."""
+        return tuple(part for part in (self.magnitude, self.bias) if part is not None)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import (
     ALIGNMENT,
@@ -22,18 +23,24 @@ from loragraph.adapters.adapter import (
     allocate_block,
     scale_of,
 )
-from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo
+from loragraph.adapters.base import TOKEN_EMBD, BaseInfo
 from loragraph.adapters.checks import DATA_CHECKS, FILE_CHECKS, header_problems, pair_problems
 from loragraph.adapters.draft import (
     ALPHA_KEY,
-    TIED_OUTPUT_KEY,
     Draft,
     DraftPair,
     read_draft,
 )
 from loragraph.adapters.report import LoadReport, coverage
-from loragraph.adapters.values import Bytes, all_zero
-from loragraph.errors import AdapterFormatError, CapacityError, GGUFError, LoragraphError
+from loragraph.adapters.tied import resolve_tied_output
+from loragraph.adapters.values import Bytes, all_zero, dequantised
+from loragraph.adapters.vectors import BaseRows, RowVectors, resolved
+from loragraph.errors import (
+    AdapterFormatError,
+    CapacityError,
+    GGUFError,
+    LoragraphError,
+)
 from loragraph.ggml.gguf import TensorInfo
 from loragraph.ggml.lib import Library
 
@@ -47,6 +54,7 @@ def read_adapter(
     *,
     ignore_norm: bool = False,
     tied_output: bool | None = None,
+    rows: BaseRows | None = None,
 ) -> Adapter:
     """Loads an adapter for `base`; raises the first problem, in llama.cpp's order of checks.
 
@@ -54,6 +62,8 @@ def read_adapter(
     out again; a graph must not run such an adapter.
     `ignore_norm` leaves `*_norm.weight` tensors out instead of refusing them. `tied_output` decides
     whether the token table's pair also changes a tied head; None: what the file says, else True.
+    `rows` are the base's weights, which DoRA's magnitudes are relative to; without them an adapter
+    that has some can be looked at, but not run.
     Errors: GGUFError (container), AdapterFormatError, AdapterMismatchError (fit), UnsupportedError,
     CapacityError (no memory).
     """
@@ -66,11 +76,28 @@ def read_adapter(
             f"{draft.path}: failed to allocate buffer for lora adapter: no memory for {nbytes} "
             "bytes"
         ) from exc
-    _fill(draft, pairs, data)
-    dead = [target for target, pair in pairs.items() if _changes_nothing(pair, data)]
+    found = _fill(draft, pairs, data)
+    dead = [
+        target
+        for target, pair in pairs.items()
+        if _changes_nothing(pair, data) and not draft.pairs[target].vectors
+    ]
     if len(dead) == len(pairs):
         raise _would_change_nothing(draft)
-    return _adapter(draft, base, pairs, data, dead)
+    tied, tied_warning = resolve_tied_output(draft, base)
+    warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
+    for warning in warnings:
+        _log.warning("%s: %s", draft.path, warning)
+    return Adapter(
+        pairs,
+        data,
+        _report(draft, base, pairs, data.nbytes, warnings),
+        alpha=draft.alpha,
+        metadata=draft.scalars,
+        invocation_tokens=draft.invocation_tokens,
+        tied_output=tied,
+        vectors=_vectors(draft, pairs, data, found, rows),
+    )
 
 
 def read_header(
@@ -96,7 +123,12 @@ def memory_of(draft: Draft) -> tuple[int, int]:
     """Bytes that the loaded adapter will take, and those of its lora_b tensors among them."""
     halves = [_tensors(pair) for pair in draft.pairs.values()]
     nbytes = sum(_aligned(half.nbytes) for pair in halves for half in pair)
-    return nbytes, sum(b.nbytes for _, b in halves)
+    # A magnitude comes with a gain and the rows' factors; lora_b's copy is F32 then.
+    nbytes += sum(3 * part.nbytes for pair in draft.pairs.values() for part in pair.vectors)
+    scaled = sum(
+        4 * math.prod(_tensors(pair)[1].ne) for pair in draft.pairs.values() if pair.magnitude
+    )
+    return nbytes + scaled, sum(b.nbytes for _, b in halves)
 
 
 def check_adapter(
@@ -133,30 +165,6 @@ def check_adapter(
     return problems
 
 
-def resolve_tied_output(draft: Draft, base: BaseInfo | None) -> tuple[bool, str]:
-    """Whether the token table's pair also changes the head, and a warning or "".
-
-    The option comes first, then the file's key; without both a tied base's head follows the table,
-    unless the adapter brings a pair for the head.
-    """
-    applies = base is not None and base.tied and TOKEN_EMBD in draft.pairs
-    key = draft.scalars.get(TIED_OUTPUT_KEY)
-    if not applies:
-        option = "tied_output has no effect: it needs a tied base and a token_embd pair"
-        return False, option if draft.tied_output is not None else ""
-    if draft.tied_output is not None:
-        return draft.tied_output, ""
-    if isinstance(key, bool):
-        return key, ""
-    if OUTPUT in draft.pairs:
-        return False, ""
-    return True, (
-        f"the base's output head is tied to {TOKEN_EMBD} and the file has no {TIED_OUTPUT_KEY}: "
-        "the adapter changes both; PEFT trains the lookup alone unless ensure_weight_tying, "
-        "load with tied_output=False for that"
-    )
-
-
 def _layout(draft: Draft) -> tuple[dict[str, LoraPair], int]:
     """Places in the block for all tensors, and the block's size in bytes."""
     end = 0
@@ -175,19 +183,29 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> None:
+def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> dict[str, Bytes]:
+    """Reads all pairs into the block; gives the bytes of the vectors beside them by name."""
+    vectors: dict[str, Bytes] = {}
     try:
         with draft.path.open("rb") as file:
             for target, found in draft.pairs.items():
                 pair = pairs[target]
                 for info, tensor in zip(_tensors(found), (pair.a, pair.b), strict=True):
                     part = data[tensor.offset : tensor.offset + tensor.nbytes]
-                    _read(draft, file, info, part)
-                    for check in DATA_CHECKS:
-                        for problem in check(draft, info, part):
-                            raise problem
+                    _read_checked(draft, file, info, part)
+                for info in found.vectors:
+                    vectors[info.name] = np.empty(info.nbytes, np.uint8)
+                    _read_checked(draft, file, info, vectors[info.name])
     except OSError as exc:
         raise _unreadable(draft, exc) from exc
+    return vectors
+
+
+def _read_checked(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
+    _read(draft, file, info, into)
+    for check in DATA_CHECKS:
+        for problem in check(draft, info, into):
+            raise problem
 
 
 def _read(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
@@ -207,7 +225,7 @@ def _data_problems(
     """Problems of the values of a pair, and whether A, B or the scale is zero."""
     problems: list[LoragraphError] = []
     zero = _scale(draft, pair) == 0
-    for info in _tensors(pair):
+    for info in (*_tensors(pair), *pair.vectors):
         data = np.empty(info.nbytes, np.uint8)
         try:
             _read(draft, file, info, data)
@@ -215,35 +233,59 @@ def _data_problems(
             return [error], False
         problems += (problem for check in DATA_CHECKS for problem in check(draft, info, data))
         zero = zero or all_zero(info.type, data)
-    return problems, zero
+    return problems, zero and not pair.vectors
 
 
-def _adapter(
-    draft: Draft, base: BaseInfo | None, pairs: dict[str, LoraPair], data: Bytes, dead: list[str]
-) -> Adapter:
-    tied, tied_warning = resolve_tied_output(draft, base)
-    warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
-    for warning in warnings:
-        _log.warning("%s: %s", draft.path, warning)
-    report = LoadReport(
+def _vectors(
+    draft: Draft,
+    pairs: dict[str, LoraPair],
+    data: Bytes,
+    found: dict[str, Bytes],
+    rows: BaseRows | None,
+) -> dict[str, RowVectors]:
+    """Magnitudes and biases, and what the graph needs of them."""
+    vectors = {}
+    for target, header in draft.pairs.items():
+        if not header.vectors:
+            continue
+        pair = pairs[target]
+        magnitude, bias = (
+            None if info is None else found[info.name].view(np.float32)
+            for info in (header.magnitude, header.bias)
+        )
+        a, b = _values(pair.a, data), _values(pair.b, data)
+        is_table = target == TOKEN_EMBD
+        vectors[target] = resolved(
+            target, magnitude, bias, a, b, pair.scale, rows, is_table=is_table
+        )
+    return vectors
+
+
+def _values(half: LoraTensor, data: Bytes) -> NDArray[np.float32]:
+    raw = data[half.offset : half.offset + half.nbytes]
+    return dequantised(half.type, raw, half.ne)
+
+
+def _report(
+    draft: Draft,
+    base: BaseInfo | None,
+    pairs: dict[str, LoraPair],
+    nbytes: int,
+    warnings: tuple[str, ...],
+) -> LoadReport:
+    vectors = [part for pair in draft.pairs.values() for part in pair.vectors]
+    halves = [half for pair in pairs.values() for half in (pair.a, pair.b)]
+    return LoadReport(
         ranks={target: pair.rank for target, pair in pairs.items()},
         scales={target: pair.scale for target, pair in pairs.items()},
         coverage=coverage(pairs, base),
-        n_tensors=2 * len(pairs),
-        n_params=sum(math.prod(t.ne) for pair in pairs.values() for t in (pair.a, pair.b)),
+        n_tensors=len(halves) + len(vectors),
+        n_params=sum(math.prod(half.ne) for half in halves)
+        + sum(part.n_elements for part in vectors),
         base_params=base.n_params if base is not None else 0,
-        nbytes=len(data),
+        nbytes=nbytes + sum(part.nbytes for part in vectors),
         ignored=draft.norms,
         warnings=warnings,
-    )
-    return Adapter(
-        pairs,
-        data,
-        report,
-        alpha=draft.alpha,
-        metadata=draft.scalars,
-        invocation_tokens=draft.invocation_tokens,
-        tied_output=tied,
     )
 
 

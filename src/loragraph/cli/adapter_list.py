@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from loragraph.errors import ConfigError
 
@@ -13,6 +14,22 @@ def adapter_list(plain: Iterable[str], scaled: Iterable[str]) -> list[tuple[str,
     paths = [(path, 1.0) for value in plain for path in csv_fields(value, "--lora")]
     fields = (field for value in scaled for field in csv_fields(value, "--lora-scaled"))
     return paths + [_path_and_scale(field) for field in fields]
+
+
+def scaled_path(text: str) -> tuple[str, float]:
+    """PATH or PATH:SCALE; a path that exists may hold colons, and then has scale 1."""
+    path, colon, number = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, 1.0
+    try:
+        scale = float(number)
+    except ValueError:
+        return text, 1.0  # a colon of the path; the file will be said to be missing
+    if not path or not math.isfinite(scale):
+        raise ConfigError(
+            f"expected PATH:SCALE with a finite scale, got {text!r}", field="adapters"
+        )
+    return path, scale
 
 
 def csv_fields(text: str, flag: str) -> list[str]:

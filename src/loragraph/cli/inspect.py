@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loragraph.cli.flags import in_flags
 from loragraph.cli.library import open_library
 from loragraph.tools.inspect import inspect_file
 
@@ -26,10 +27,20 @@ def inspect(
     ignore_norm: Annotated[
         bool, typer.Option("--ignore-norm", help="Leave norm weights of the adapter out.")
     ] = False,
+    tied_output: Annotated[
+        bool | None,
+        typer.Option(
+            "--tied-output/--no-tied-output",
+            help="Whether a token table's adapter changes a tied head too. "
+            "Default: as the file says.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what FILE holds; exit status 1 where it would be refused."""
-    facts = inspect_file(open_library(), file, base, ignore_norm=ignore_norm)
+    facts = inspect_file(
+        open_library(), file, base, ignore_norm=ignore_norm, tied_output=tied_output
+    )
     if as_json:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
@@ -40,10 +51,10 @@ def inspect(
 
 def _show(console: Console, facts: dict[str, Any]) -> None:
     is_adapter = facts["kind"] == "adapter"
-    _table(console, "Metadata", ("key", "value"), facts["metadata"].items())
+    show_table(console, "Metadata", ("key", "value"), facts["metadata"].items())
     summary = _adapter_summary(facts) if is_adapter else _base_summary(facts)
-    _table(console, "Adapter" if is_adapter else "Base", ("", ""), summary)
-    _table(
+    show_table(console, "Adapter" if is_adapter else "Base", ("", ""), summary)
+    show_table(
         console,
         "Tensor types",
         ("type", "tensors", "parameters", "bytes"),
@@ -55,16 +66,17 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
     if is_adapter:
         _show_targets(console, facts)
     for warning in facts.get("warnings", ()):
-        console.print(Text(f"warning: {warning}", "yellow"))
+        console.print(Text(f"warning: {in_flags(warning)}", "yellow"))
     for problem in facts["problems"]:
-        console.print(Text(f"refused: {problem['message']} [{problem['error']}]", "red"))
+        message = in_flags(problem["message"])
+        console.print(Text(f"refused: {message} [{problem['error']}]", "red"))
     if is_adapter and not facts["problems"]:
         verdict = "fits the base" if facts["base"] else "well-formed; --base checks the fit"
         console.print(Text(verdict, "green"))
 
 
 def _show_targets(console: Console, facts: dict[str, Any]) -> None:
-    _table(
+    show_table(
         console,
         "Targets",
         ("kind", "changed", "ranks"),
@@ -73,13 +85,13 @@ def _show_targets(console: Console, facts: dict[str, Any]) -> None:
             for name, entry in facts["targets"].items()
         ),
     )
-    _table(
+    show_table(
         console,
         "Weights",
         ("target", "rank", "effective scale", "types", "bytes"),
         (
             (
-                weight["target"],
+                " + ".join([weight["target"], *weight["vectors"]]),
                 weight["rank"],
                 _number(weight["scale"]),
                 " ".join(dict.fromkeys(weight["types"])),
@@ -113,6 +125,9 @@ def _adapter_summary(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("parameters", f"{facts['n_params']:,}"),
         ("bytes", size(facts["tensor_bytes"])),
     ]
+    if facts["tied_output"] is not None:
+        both = "changes the tied head too" if facts["tied_output"] else "leaves the tied head alone"
+        rows.append(("token table's pair", both))
     if facts["invocation_tokens"]:
         rows.append(("invocation tokens", " ".join(map(str, facts["invocation_tokens"]))))
     if facts["base"]:
@@ -122,7 +137,7 @@ def _adapter_summary(facts: dict[str, Any]) -> list[tuple[str, Any]]:
     return rows
 
 
-def size(nbytes: int) -> str:
+def size(nbytes: float) -> str:
     """Bytes for people: 1.5 MB (powers of 1,000)."""
     value = float(nbytes)
     for unit in ("bytes", "kB", "MB"):
@@ -140,9 +155,10 @@ def _number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _table(
+def show_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
+    """Prints a table; nothing where there are no rows."""
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
         table.add_column(column, overflow="fold")

@@ -11,10 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
+from loragraph.cli.combine import combine
+from loragraph.cli.convert import convert_command
+from loragraph.cli.doctor import doctor
+from loragraph.cli.extract import extract
+from loragraph.cli.flags import error_in_flags
 from loragraph.cli.inspect import inspect
+from loragraph.cli.merge import merge
+from loragraph.cli.models import models
+from loragraph.cli.plan import plan
+from loragraph.cli.resize import resize
 from loragraph.cli.run import run
 from loragraph.cli.serve import serve
-from loragraph.errors import BackendError, LoragraphError
+from loragraph.errors import BackendError, LoragraphError, OutputError
 
 app = typer.Typer(
     help="Serve one GGUF base model and any number of LoRA adapters.",
@@ -25,6 +34,14 @@ app = typer.Typer(
 app.command()(run)
 app.command()(serve)
 app.command()(inspect)
+app.command()(models)
+app.command("convert")(convert_command)
+app.command()(merge)
+app.command()(combine)
+app.command()(extract)
+app.command()(resize)
+app.command()(plan)
+app.command()(doctor)
 
 # Click's base of all usage errors; typer has a copy of click and does not export this class.
 _ClickError: Any = typer.BadParameter.__mro__[2]
@@ -53,8 +70,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         sys.exit(status if isinstance(status, int) else 0)
     except LoragraphError as error:
-        _complain(str(error))
-        sys.exit(1 if isinstance(error, BackendError) else 2)
+        _complain(error_in_flags(error))
+        sys.exit(1 if isinstance(error, BackendError | OutputError) else 2)
     except _ClickError as error:
         _complain_usage(error)
         sys.exit(error.exit_code)

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from loragraph.adapters.adapter import Adapter
 from loragraph.cli import options
 from loragraph.cli.adapter_list import adapter_list
+from loragraph.cli.flags import in_flags
+from loragraph.cli.folder import load_any
 from loragraph.cli.interrupt import held_interrupt
 from loragraph.cli.library import ggml_folder
 from loragraph.engine.context import Context
@@ -129,7 +131,7 @@ def _answer(
             _Loaded(
                 path,
                 scale,
-                Adapter.load(
+                load_any(
                     path, model, ignore_norm=loading.ignore_norm, tied_output=loading.tied_output
                 ),
             )
@@ -256,7 +258,7 @@ def _warn(console: Console, loaded: Sequence[_Loaded]) -> None:
         if one.adapter.invocation_tokens:
             warnings.append("it has invocation tokens, but applies to the whole prompt here")
         for warning in warnings:
-            console.print(f"warning: {one.path}: {warning}")
+            console.print(f"warning: {one.path}: {in_flags(warning)}")
 
 
 def _show_statistics(console: Console, generation: Generation, loaded: Sequence[_Loaded]) -> None:

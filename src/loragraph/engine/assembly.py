@@ -15,12 +15,14 @@ from loragraph.graph.attention.base import CELL_QUANTUM, Attention
 from loragraph.graph.attention.cells import CellsAttention
 from loragraph.graph.attention.flash import FlashAttention
 from loragraph.graph.attention.plain import PlainAttention
+from loragraph.graph.blocks import is_long_context
 from loragraph.graph.kv_cache import KvCache
 from loragraph.graph.lowrank.base import Lowering
 from loragraph.graph.lowrank.branch import BranchLowering
 from loragraph.graph.lowrank.resident import Resident
 from loragraph.graph.lowrank.routed import RoutedLowering
 from loragraph.graph.lowrank.stacked import StackedLowering
+from loragraph.graph.lowrank.vectors import VectorLowering
 from loragraph.graph.products import (
     GgmlProducts,
     GraphProducts,
@@ -46,11 +48,16 @@ def make_runner(
     attention_name: AttentionName,
     n_threads: int,
     n_slots: int = 64,
+    n_ctx_sequence: int | None = None,
 ) -> tuple[Lowering, Runner]:
-    """The lowering and the runner that owns it, the cells and a backend; all or nothing."""
+    """The lowering and the runner that owns it, the cells and a backend; all or nothing.
+
+    `n_ctx` is the room of all sequences together, `n_ctx_sequence` that of one (default: all).
+    """
     hparams, lib = model.hparams, model.lib
     attention = _make_attention(model, attention_name, kv_type, n_threads)
-    n_cells = -(-n_ctx // CELL_QUANTUM) * CELL_QUANTUM
+    n_cells = _whole_quanta(n_ctx)
+    n_ctx_sequence = min(n_cells, _whole_quanta(n_ctx_sequence or n_ctx))  # as llama.cpp counts it
     type_ = KV_TYPES[kv_type]
     specs = attention.specs(n_batch, n_cells).values()
     check_memory(
@@ -61,15 +68,34 @@ def make_runner(
         lowering = _make_lowering(model, lowering_name, n_batch, n_slots)
         made.callback(lowering.close)
         backend = made.enter_context(CpuBackend(lib, n_threads))
-        cache = KvCache(lib, hparams, n_cells, type_, v_transposed=attention.v_transposed)
+        cache = KvCache(
+            lib,
+            hparams,
+            n_cells,
+            type_,
+            v_transposed=attention.v_transposed,
+            long_context=is_long_context(hparams, model.weights, n_ctx_sequence),
+        )
         made.callback(cache.close)
-        n_tensors = len(model.weights.by_name)
-        products = _make_products(model, lowering_name)
+        # The runner computes row vectors (DoRA, biases) around the lowering that callers see.
+        whole = VectorLowering(lowering, lib, model.weights.by_name, n_batch, max(n_slots, 64))
         runner = Runner(
-            model.family, n_tensors, cache, attention, lowering, backend, n_batch, products
+            model.family,
+            len(model.weights.by_name),
+            cache,
+            attention,
+            whole,
+            backend,
+            n_batch,
+            n_ctx_sequence,
+            products=_make_products(model, lowering_name),
         )
         made.pop_all()
     return lowering, runner
+
+
+def _whole_quanta(n: int) -> int:
+    return -(-n // CELL_QUANTUM) * CELL_QUANTUM
 
 
 def _make_attention(
@@ -87,12 +113,14 @@ def _make_attention(
                 field="kv_type",
                 hint="use 'f16'",
             )
+    windows = sorted(set(model.hparams.windows))
     if name == "cells":
-        return CellsAttention(n_threads)
+        return CellsAttention(n_threads, windows)
     if name == "flash":
-        return FlashAttention()
+        return FlashAttention(windows)
     hparams = model.hparams
-    return PlainAttention(frozenset(hparams.n_embd_kv(il) for il in range(hparams.n_layer)))
+    widths = frozenset(hparams.n_embd_v(il) for il in range(hparams.n_layer)) - {0}
+    return PlainAttention(widths, windows)
 
 
 def _make_products(model: Model, lowering: LoweringName) -> Callable[[], GraphProducts]:

@@ -214,6 +214,7 @@ class Engine(EngineRequests, EngineAdapters):
                 options.attention,
                 self.model.n_threads if n_threads is None else n_threads,
                 options.max_adapters,
+                self.config.max_sequence_tokens,
             )
         assert isinstance(lowering, RoutedLowering | StackedLowering)
         return lowering

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.engine.candidates import ranked
+from loragraph.engine.ranking import ranked
 
 _ROWS_AT_ONCE = 32  # of logits: what they are copied to stays small
 

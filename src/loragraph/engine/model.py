@@ -29,7 +29,10 @@ from loragraph.graph.arch import Family, family_of
 from loragraph.graph.lowrank.resident import PreparedAdapters
 from loragraph.model.files import ModelFiles
 from loragraph.model.fingerprint import fingerprint
-from loragraph.model.hparams import HParams, read_hparams
+from loragraph.model.fold import read_fold
+from loragraph.model.hparams import HParams
+from loragraph.model.keys import Keys
+from loragraph.model.rows import WeightRows
 from loragraph.model.weights import Progress, Use, Weights
 from loragraph.vocab.chat import ChatTemplate
 from loragraph.vocab.vocab import Vocab
@@ -204,12 +207,22 @@ class Model:
         self.check_open()
         with memory_errors(str(path)):
             adapter = read_adapter(
-                self.lib, path, self.base_info, ignore_norm=ignore_norm, tied_output=tied_output
+                self.lib,
+                path,
+                self.base_info,
+                ignore_norm=ignore_norm,
+                tied_output=tied_output,
+                rows=WeightRows(self.weights),
             )
         return self.adopt_adapter(adapter)
 
     def adopt_adapter(self, adapter: Adapter) -> Adapter:
         """Registers an adapter that was made in memory for this base; closed with the model."""
+        if not all(part.ready for part in adapter.vectors.values()):
+            raise LifecycleError(
+                f"{adapter!r} was read without the base's weights, which its DoRA magnitudes need",
+                hint="load it with Model.load_adapter",
+            )
         adapter.on_close(self._forget)
         with self._lock:
             if not self._closed:
@@ -333,11 +346,13 @@ def _prepare(
             what=f"general.type {kind}",
             hint="an adapter is given beside its base",
         )
-    family_class = family_of(files.metadata.string("general.architecture"))
-    hparams = read_hparams(files.metadata, family_class.rope_mode)
+    keys = Keys(files.metadata)
+    family_class = family_of(keys.arch)
+    hparams = family_class.read_hparams(keys)
     backend = CpuBackend(lib, n_threads)
     stack.callback(backend.close)
-    weights = Weights(lib, files, lib.c.ggml_backend_get_device(backend.ptr), repack)
+    device = lib.c.ggml_backend_get_device(backend.ptr)
+    weights = Weights(lib, files, device, repack, read_fold(files.metadata))
     stack.callback(weights.close)
     family = family_class(hparams, weights)
     weights.check_all_read()
@@ -352,4 +367,5 @@ def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:
         for name, weight in sorted(weights.by_name.items())
     }
     tied = weights.by_name[OUTPUT].info.name == TOKEN_EMBD
-    return BaseInfo(hparams.arch, hparams.name, targets, tied)
+    latent = frozenset() if weights.fold is None else weights.fold.latent
+    return BaseInfo(hparams.arch, hparams.name, targets, tied, latent)

@@ -24,6 +24,7 @@ from loragraph.graph.arch import Family
 from loragraph.graph.attention.base import Attention, AttentionGraph
 from loragraph.graph.batch import Batch
 from loragraph.graph.builder import Builder
+from loragraph.graph.expert_cache import ExpertCache, WholeStacks
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
@@ -67,9 +68,10 @@ class KeptGraph:
     graph: Any
     logits: Tensor  # F32 [n_vocab, n_logits]; of no meaning where no output has logits
     state: Tensor | None  # F32 [n_embd, n_outputs]; None where no output gives its state
-    lowering: GraphLowering  # these three keep the custom nodes' structs alive
+    lowering: GraphLowering  # these four keep the custom nodes' structs alive
     attention: AttentionGraph
     products: GraphProducts
+    experts: ExpertCache
     n_nodes: int
     plan: Any = field(init=False)  # making one walks the whole graph
     values: NDArray[np.float32] = field(init=False)  # (n_logits, n_vocab) f32, the logits' memory
@@ -88,15 +90,20 @@ class Runner:
         lowering: Lowering,
         backend: CpuBackend,
         n_batch: int,
+        n_ctx: int,
+        experts: Callable[[], ExpertCache] = WholeStacks,
         products: Callable[[], GraphProducts] = GgmlProducts,
     ) -> None:
         """Takes cache, lowering and backend over, unless it raises.
 
-        `n_tensors` of the base sets the node budget; `products` makes a graph's base products.
+        `n_tensors` of the base sets the node budget; `n_ctx` is the room of one sequence. `experts`
+        gives a new graph what its base products of experts read, `products` its other products.
         """
         self.counters = Counters()
         self._family = family
         self._n_tensors = n_tensors
+        self._n_ctx = n_ctx
+        self._experts = experts
         self._cache = cache
         self._attention = attention
         self._lowering = lowering
@@ -210,6 +217,7 @@ class Runner:
             graph.lowering.bind()
             graph.attention.bind()
             graph.products.bind()
+            graph.experts.bind()
         except BaseException:
             self.drop_graphs()
             graph.ctx.close()
@@ -217,7 +225,7 @@ class Runner:
 
     def _build(self, batch: Batch, n_tokens: int, n_outputs: int, n_kv: int) -> KeptGraph:
         base_nodes = max(_MIN_NODES, _NODES_PER_TENSOR * self._n_tensors)
-        n_nodes = base_nodes + self._lowering.extra_nodes()
+        n_nodes = base_nodes + self._expert_nodes() + self._lowering.extra_nodes()
         self.counters.node_budget = n_nodes
         ctx = TensorContext(self._lib, n_nodes, n_nodes)
         try:
@@ -225,6 +233,7 @@ class Runner:
             lowering = self._lowering.begin(batch)
             attention = self._attention.begin(ctx, self._inputs, self._cache, n_tokens, n_kv)
             products = self._products()
+            experts = self._experts()
             builder = Builder(
                 ctx,
                 graph,
@@ -235,6 +244,8 @@ class Runner:
                 out_ids=self._inputs.tensor(ctx, "out_ids", n_outputs),
                 n_states=batch.n_states,
                 products=products,
+                n_ctx=self._n_ctx,
+                experts=experts,
             )
             logits = self._family.build(builder)
             for output in (builder.state, logits):
@@ -245,7 +256,13 @@ class Runner:
             ctx.close()
             raise
         n_made = self._lib.c.ggml_graph_n_nodes(graph)
-        return KeptGraph(ctx, graph, logits, builder.state, lowering, attention, products, n_made)
+        parts = (lowering, attention, products, experts)
+        return KeptGraph(ctx, graph, logits, builder.state, *parts, n_made)
+
+    def _expert_nodes(self) -> int:
+        """Nodes that add up what a token's experts gave: a view and a sum each."""
+        hparams = self._family.hparams
+        return 0 if hparams.experts is None else 2 * hparams.experts.n_used * hparams.n_layer
 
     def _write(self, batch: Batch, n_kv: int) -> None:
         """Writes every input of the step: what stays unwritten would be the last step's."""

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.engine import chain
-from loragraph.engine.candidates import Candidates, ranked
+from loragraph.engine.candidates import Candidates
 from loragraph.engine.chain import Chain
 from loragraph.engine.grammar import GrammarMatcher
 from loragraph.engine.params import MAX_LAST_N, SamplingParams, bad_param
+from loragraph.engine.ranking import ranked
 from loragraph.engine.repetition import Repetition
 from loragraph.errors import BackendError, InvalidRequestError
 from loragraph.vocab.vocab import Vocab

@@ -2,7 +2,8 @@
 
     magic          8 bytes, "LGCELLS1"
     header_bytes   u64
-    header         JSON: model, kv_type, v_transposed, bytes_per_cell, keys, n_nodes, n_tokens
+    header         JSON: model, kv_type, v_transposed, bytes_per_cell, long_context, keys, n_nodes,
+                   n_tokens
     nodes          i64 (n_nodes, 3): parent (-1: the root), key, tokens; parents stand before
     tokens         i32 (n_tokens,), node after node
     rows           u8 (n_tokens, bytes_per_cell): K and V of each token, layer after layer
@@ -144,6 +145,7 @@ class SessionReader:
             self._count(header, "kv_type"),
             header.get("v_transposed") is True,
             self._count(header, "bytes_per_cell"),
+            header.get("long_context") is True,
         )
         at = self._file.tell()
         rows_at = at + 24 * n_nodes + 4 * n_tokens

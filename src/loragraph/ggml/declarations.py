@@ -59,15 +59,42 @@ struct ggml_tensor *ggml_add(struct ggml_context *ctx, struct ggml_tensor *a,
 struct ggml_tensor *ggml_mul(struct ggml_context *ctx, struct ggml_tensor *a,
                              struct ggml_tensor *b);
 struct ggml_tensor *ggml_scale(struct ggml_context *ctx, struct ggml_tensor *a, float s);
-struct ggml_tensor *ggml_swiglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
-                                      struct ggml_tensor *b);
+struct ggml_tensor *ggml_tanh(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_swiglu(struct ggml_context *ctx, struct ggml_tensor *a);
 struct ggml_tensor *ggml_geglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
                                      struct ggml_tensor *b);
+struct ggml_tensor *ggml_swiglu_split(struct ggml_context *ctx, struct ggml_tensor *a,
+                                      struct ggml_tensor *b);
 struct ggml_tensor *ggml_rms_norm(struct ggml_context *ctx, struct ggml_tensor *a, float eps);
 struct ggml_tensor *ggml_mul_mat(struct ggml_context *ctx, struct ggml_tensor *a,
                                  struct ggml_tensor *b);
 struct ggml_tensor *ggml_mul_mat_id(struct ggml_context *ctx, struct ggml_tensor *as,
                                     struct ggml_tensor *b, struct ggml_tensor *ids);
+struct ggml_tensor *ggml_add_id(struct ggml_context *ctx, struct ggml_tensor *a,
+                                struct ggml_tensor *b, struct ggml_tensor *ids);
+struct ggml_tensor *ggml_div(struct ggml_context *ctx, struct ggml_tensor *a,
+                             struct ggml_tensor *b);
+struct ggml_tensor *ggml_sigmoid(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_soft_max(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_sum_rows(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_clamp(struct ggml_context *ctx, struct ggml_tensor *a, float min,
+                               float max);
+struct ggml_tensor *ggml_fill(struct ggml_context *ctx, struct ggml_tensor *a, float c);
+struct ggml_tensor *ggml_arange(struct ggml_context *ctx, float start, float stop, float step);
+struct ggml_tensor *ggml_argsort(struct ggml_context *ctx, struct ggml_tensor *a, int order);
+struct ggml_tensor *ggml_argsort_top_k(struct ggml_context *ctx, struct ggml_tensor *a, int k);
+struct ggml_tensor *ggml_concat(struct ggml_context *ctx, struct ggml_tensor *a,
+                                struct ggml_tensor *b, int dim);
+struct ggml_tensor *ggml_repeat_4d(struct ggml_context *ctx, struct ggml_tensor *a, int64_t ne0,
+                                   int64_t ne1, int64_t ne2, int64_t ne3);
+struct ggml_tensor *ggml_reshape_4d(struct ggml_context *ctx, struct ggml_tensor *a, int64_t ne0,
+                                    int64_t ne1, int64_t ne2, int64_t ne3);
+struct ggml_tensor *ggml_swiglu_oai(struct ggml_context *ctx, struct ggml_tensor *a,
+                                    struct ggml_tensor *b, float alpha, float limit);
+struct ggml_tensor *ggml_rope_set_offset(struct ggml_tensor *a, int n_offs);
+void ggml_soft_max_add_sinks(struct ggml_tensor *a, struct ggml_tensor *sinks);
+void ggml_flash_attn_ext_add_sinks(struct ggml_tensor *a, struct ggml_tensor *sinks);
+void ggml_mul_mat_set_hint(struct ggml_tensor *a, int hint);
 void ggml_mul_mat_set_prec(struct ggml_tensor *a, int prec);
 struct ggml_tensor *ggml_cpy(struct ggml_context *ctx, struct ggml_tensor *a,
                              struct ggml_tensor *b);
@@ -121,6 +148,18 @@ size_t ggml_quantize_chunk(int type, const float *src, void *dst, int64_t start,
                            int64_t n_per_row, const float *imatrix);
 bool ggml_quantize_requires_imatrix(int type);
 bool ggml_validate_row_data(int type, const void *data, size_t nbytes);
+
+typedef void (*ggml_to_float_t)(const void *x, float *y, int64_t k);
+struct ggml_type_traits {
+    const char *type_name;
+    int64_t blck_size;
+    int64_t blck_size_interleave;
+    size_t type_size;
+    bool is_quantized;
+    ggml_to_float_t to_float;
+    void *from_float_ref;
+};
+const struct ggml_type_traits *ggml_get_type_traits(int type);
 
 struct ggml_type_traits_cpu { void *from_float; void *vec_dot; int vec_dot_type; int64_t nrows; };
 const struct ggml_type_traits_cpu *ggml_get_type_traits_cpu(int type);

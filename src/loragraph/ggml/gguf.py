@@ -183,6 +183,21 @@ class GGUFFile:
         return {key: value for key, value in values if value is not None}
 
     @property
+    def version(self) -> int:
+        """The version of the GGUF format that the file states."""
+        return int(self._lib.c.gguf_get_version(self._open))
+
+    @property
+    def alignment(self) -> int:
+        """Bytes to which each tensor's place is aligned (`general.alignment`)."""
+        return int(self._lib.c.gguf_get_alignment(self._open))
+
+    @property
+    def data_offset(self) -> int:
+        """Bytes from the start of the file to the data section; the header lies before it."""
+        return int(self._lib.c.gguf_get_data_offset(self._open))
+
+    @property
     def _open(self) -> Any:
         if self._ctx is None:
             raise LifecycleError(f"{self.path} was closed")

@@ -22,30 +22,43 @@ class CellFormat:
     kv_type: int  # ggml type number
     v_transposed: bool
     bytes_per_cell: int
+    long_context: bool = False  # K was turned with longrope's factors for long contexts
 
 
 class KvCache:
     """Unified cells: any sequence may use any cell; who sits where is decided elsewhere.
 
-    K of a layer is [n_embd_kv, n_cells]. V has the same shape, or, for plain attention, is
-    transposed: [n_cells, n_embd_kv], so that a product over cells reads whole rows.
+    K of a layer is [n_embd_k, n_cells]. V is [n_embd_v, n_cells] or, for plain attention, turned
+    over: [n_cells, n_embd_v], so that a product over cells reads whole rows. Where `v_in_k`, V is
+    the first values of K and has no tensors.
     """
 
     def __init__(
-        self, lib: Library, hparams: HParams, n_cells: int, type_: int, *, v_transposed: bool
+        self,
+        lib: Library,
+        hparams: HParams,
+        n_cells: int,
+        type_: int,
+        *,
+        v_transposed: bool,
+        long_context: bool = False,
     ) -> None:
+        """`long_context` says how K will have been turned; it is kept for `cell_format` alone."""
         self._lib = lib
         self.n_cells = n_cells
         self.type = type_
         self.v_transposed = v_transposed
+        self.long_context = long_context
+        self.v_in_k = hparams.v_in_k
         self._ctx = TensorContext(lib, 2 * hparams.n_layer)
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         for il in range(hparams.n_layer):
-            width = hparams.n_embd_kv(il)
-            v_ne = (n_cells, width) if v_transposed else (width, n_cells)
-            self.k.append(self._ctx.new_tensor(type_, (width, n_cells), f"cache_k_l{il}"))
-            self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
+            n_k, n_v = hparams.n_embd_k(il), hparams.n_embd_v(il)
+            v_ne = (n_cells, n_v) if v_transposed else (n_v, n_cells)
+            self.k.append(self._ctx.new_tensor(type_, (n_k, n_cells), f"cache_k_l{il}"))
+            if not self.v_in_k:
+                self.v.append(self._ctx.new_tensor(type_, v_ne, f"cache_v_l{il}"))
         tensors = (*self.k, *self.v)
         try:
             # Zeroed: a masked cell still meets the product, and 0 * NaN would spoil it.
@@ -77,7 +90,8 @@ class KvCache:
     def cell_format(self) -> CellFormat:
         """The format of a row of `read`."""
         n_bytes = sum(len(self._bytes(part)) for part in (*self.k, *self.v))
-        return CellFormat(self.type, self.v_transposed, n_bytes // self.n_cells)
+        n_bytes //= self.n_cells
+        return CellFormat(self.type, self.v_transposed, n_bytes, self.long_context)
 
     def read(self, cells: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Bytes of these cells, (n,) i64: (n, bytes_per_cell), K and V of each layer in turn."""
@@ -96,16 +110,19 @@ class KvCache:
 
     def _parts(self) -> Iterator[NDArray[np.uint8]]:
         """K and V of each layer as (groups, n_cells, bytes): one group, or one a value of V."""
-        for k, v in zip(self.k, self.v, strict=True):
+        for il, k in enumerate(self.k):
             yield self._bytes(k).reshape(1, self.n_cells, -1)
-            n_groups = v.ne[1] if self.v_transposed else 1
-            yield self._bytes(v).reshape(n_groups, self.n_cells, -1)
+            if not self.v_in_k:
+                v = self.v[il]
+                n_groups = v.ne[1] if self.v_transposed else 1
+                yield self._bytes(v).reshape(n_groups, self.n_cells, -1)
 
     @staticmethod
     def bytes_for(lib: Library, hparams: HParams, n_cells: int, type_: int) -> int:
         """Bytes of `n_cells` cells of a ggml type."""
-        widths = (hparams.n_embd_kv(il) for il in range(hparams.n_layer))
-        return sum(2 * n_cells * int(lib.c.ggml_row_size(type_, width)) for width in widths)
+        both = (hparams.n_embd_k, hparams.n_embd_v)
+        widths = (width(il) for il in range(hparams.n_layer) for width in both)
+        return sum(n_cells * int(lib.c.ggml_row_size(type_, width)) for width in widths)
 
     def _room(self, tensor: Tensor) -> int:
         """Bytes of a tensor, rounded up so that the next one is aligned."""

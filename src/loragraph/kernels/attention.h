@@ -97,6 +97,7 @@ typedef struct {
     int32_t n_embd_v;
     float scale;
     float softcap;         /* c * tanh(s / c); 0: none */
+    const float *sinks;    /* [n_head] a score that takes its share of the weights and adds nothing; or NULL */
     float *out;            /* F32 [n_embd_v * n_head, n_rows] */
     int64_t out_stride;    /* floats */
 } attention_node;

@@ -212,6 +212,10 @@ class AttendNode(CustomNode):
         self._struct.k_stride = k_stride
         self._struct.v_stride = v_stride
 
+    def bind_sinks(self, sinks: int) -> None:
+        """`sinks` is the address of F32 [n_head], a score of each head that no cell has."""
+        self._struct.sinks = ffi.cast("float *", sinks)
+
     def bind_out(self, out: int, stride: int) -> None:
         """`out` is the address of F32 [n_embd_v * n_head, n_rows], rows `stride` floats apart."""
         self._struct.out = ffi.cast("float *", out)

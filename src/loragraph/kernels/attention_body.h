@@ -152,6 +152,22 @@ static void attend_blocks(const attention_tile *t) {
     }
 }
 
+/* What a sink makes of a head's weighted sums: they and their weights' sum relative to the larger maximum. */
+typedef struct { float factor, sum; } sink_share;
+
+INLINE float exp_one(float x) {
+    float lanes[VL];
+    v_store(lanes, v_exp(v_set1(x)));
+    return lanes[0];
+}
+
+static sink_share share_with_sink(const attention_node *node, int64_t head, float max, float sum) {
+    if (!node->sinks)
+        return (sink_share){1.0f, sum};
+    const float sink = node->sinks[head], top = fmaxf(max, sink), factor = exp_one(max - top);
+    return (sink_share){factor, sum * factor + exp_one(sink - top)};
+}
+
 /* Done rows go to the output, the others to their partials: V sums, max, sum. */
 static void finish_tile(const attention_tile *t) {
     const attention_node *node = t->node;
@@ -166,8 +182,9 @@ static void finish_tile(const attention_tile *t) {
                 const float sum = v_sum(v_load(t->sum + m * PAD));
                 if (e->partial < 0) {
                     float *out = node->out + e->row * node->out_stride + query_head * n_embd;
+                    const sink_share share = share_with_sink(node, query_head, t->max[m], sum);
                     for (int64_t d = 0; d < n_embd; d++)
-                        out[d] = o[d] / sum;
+                        out[d] = o[d] * share.factor / share.sum;
                 } else if ((e->partial + 1) * node->n_head * size <= node->step->partials_len) {
                     float *out = node->step->partials + ((int64_t)e->partial * node->n_head + query_head) * size;
                     memcpy(out, o, (size_t)t->o_stride * sizeof(float));
@@ -245,7 +262,7 @@ static void reduce_head(const attention_node *node, int64_t row, int64_t head) {
         return;
     }
     const float *first = step->partials + (begin * node->n_head + head) * size;
-    float max = -INFINITY, buffer[PAD];
+    float max = node->sinks ? node->sinks[head] : -INFINITY, buffer[PAD];
     for (int64_t i = 0; i < end - begin; i++)
         max = fmaxf(max, first[i * node->n_head * size + o_stride]);
     vf sum = v_set1(0.0f);
@@ -253,6 +270,8 @@ static void reduce_head(const attention_node *node, int64_t row, int64_t head) {
         const float *stats = first + i * node->n_head * size + o_stride;
         sum = v_fma(v_exp(v_set1(stats[0] - max)), v_set1(stats[1]), sum);
     }
+    if (node->sinks)
+        sum = v_add(sum, v_exp(v_set1(node->sinks[head] - max)));
     for (int64_t d = 0; d < n_embd; d += VL) {
         vf acc = v_set1(0.0f);
         for (int64_t i = 0; i < end - begin; i++) {

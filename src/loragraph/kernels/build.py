@@ -11,6 +11,7 @@ from cffi import FFI
 FOLDER = Path(__file__).resolve().parent
 SOURCES = (
     "lowrank.c",
+    "lowrank_route.c",
     "lowrank_portable.c",
     "lowrank_avx2.c",
     "lowrank_avx512.c",

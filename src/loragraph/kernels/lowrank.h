@@ -34,13 +34,14 @@ typedef struct {
     const int32_t *group_slot; /* [n_groups] in the order of summation */
     const int32_t *group_ptr;  /* [n_groups + 1] into the entries */
     const int32_t *entry_row;  /* [n_entries] row of x and y, ascending within a group */
+    const int32_t *entry_token; /* [n_entries] row of an x that a token's experts share; plain steps: entry_row */
     const float *entry_scale;  /* [n_entries] user scale */
     float *scratch;            /* h; a shrink node needs sum over targets, groups of n_entries(group) * rank(pair) floats */
     int64_t scratch_len;       /* floats; if too small nothing is written out of bounds and y becomes NaN */
 } lowrank_step;
 
 typedef struct {
-    const lora_pair *pairs; /* [n_slots] */
+    const lora_pair *pairs; /* [n_slots], or experts: [n_slots * n_expert] */
     int32_t n_in;
     int32_t n_out;
 } lowrank_target;
@@ -53,6 +54,7 @@ typedef struct {
     int32_t n_in;
     int32_t n_targets;
     const lowrank_target *const *targets;
+    int32_t x_by_token; /* experts: x has one row a token (entry_token), else one an expert of a token (entry_row) */
 } lowrank_shrink_node;
 
 /* Adds what `shrink` (or the gather over it) left in scratch. */
@@ -69,6 +71,27 @@ typedef struct {
     const int32_t *tokens; /* [n_rows] token ids; one outside [0, n_vocab) makes its row NaN */
 } lowrank_gather_node;
 
+/* A step of products with chosen experts, made at run time by a route node: a group is an (adapter, expert), its slot
+ * adapter slot * n_expert + expert, an entry's row the token's row * n_used + the expert's place in the token. */
+typedef struct {
+    lowrank_step step; /* its pointers are the arrays below */
+    int32_t *group_slot, *group_ptr, *entry_row, *entry_token;
+    float *entry_scale;
+    int32_t *counts;     /* [n_expert] */
+    int64_t max_entries; /* room in every array, at least 1; if too small y's first row becomes NaN */
+} lowrank_expert_step;
+
+/* Splits the groups of `from` by the experts that the graph has chosen. Shrink and expand nodes over `to` follow. */
+typedef struct {
+    const lowrank_step *from; /* rows are tokens */
+    lowrank_expert_step *to;
+    const int32_t *ids; /* I32 [n_used, n_rows]; an id outside [0, n_expert) is skipped */
+    int64_t ids_stride; /* ids between rows */
+    int32_t n_used;
+    int32_t n_expert;
+} lowrank_route_node;
+
+void loragraph_lowrank_route(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 void loragraph_lowrank_shrink(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 void loragraph_lowrank_expand(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 void loragraph_lowrank_gather(struct ggml_tensor *dst, int ith, int nth, void *userdata);

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.errors import CapacityError
+from loragraph.kernels.experts import ExpertStep, RouteNode
 from loragraph.kernels.library import (
     CustomNode,
     aligned_empty,
@@ -30,10 +31,12 @@ from loragraph.kernels.pairs import LoraPair, TargetPairs, TransposedB, row_byte
 
 __all__ = [
     "ExpandNode",
+    "ExpertStep",
     "GatherNode",
     "Group",
     "LoraPair",
     "LowrankStep",
+    "RouteNode",
     "ShrinkNode",
     "TargetPairs",
     "TransposedB",
@@ -81,7 +84,7 @@ class LowrankStep:
         self._struct = ffi.new("lowrank_step *")
         self._struct.group_slot = pointer(self._slots, "int32_t *")
         self._struct.group_ptr = pointer(self._ptr, "int32_t *")
-        self._struct.entry_row = pointer(self._rows, "int32_t *")
+        self._struct.entry_row = self._struct.entry_token = pointer(self._rows, "int32_t *")
         self._struct.entry_scale = pointer(self._scales, "float *")
         self.reserve(floats_per_entry)
 
@@ -143,11 +146,20 @@ class ShrinkNode(CustomNode):
 
     function_name: ClassVar[str] = "loragraph_lowrank_shrink"
 
-    def __init__(self, step: LowrankStep, targets: Sequence[TargetPairs] = ()) -> None:
+    def __init__(
+        self,
+        step: LowrankStep | ExpertStep,
+        targets: Sequence[TargetPairs] = (),
+        *,
+        x_by_token: bool = False,
+    ) -> None:
+        """`x_by_token`, over an `ExpertStep`: x has a row a token, which its experts share."""
         self.step = step
         self.targets: tuple[TargetPairs, ...] = ()
         self._struct = ffi.new("lowrank_shrink_node *")
         self._struct.step = step.struct
+        self.x_by_token = x_by_token
+        self._struct.x_by_token = x_by_token
         for target in targets:
             self.add_target(target)
 
@@ -233,7 +245,9 @@ class ExpandNode(CustomNode):
         self._struct.y_stride = y_stride
 
 
-def run_nodes(nodes: Sequence[ShrinkNode | GatherNode | ExpandNode], n_threads: int = 1) -> None:
+def run_nodes(
+    nodes: Sequence[RouteNode | ShrinkNode | GatherNode | ExpandNode], n_threads: int = 1
+) -> None:
     """Runs nodes one after another without ggml, the parts of each node in turn on this thread."""
     for node in nodes:
         function = getattr(lib, node.function_name)

@@ -54,9 +54,10 @@ typedef struct {
 INLINE void shrink_rows(const shrink_unit *u, int64_t row, int n_ranks, int n_rows, int type, int64_t first_rank) {
     const lowrank_step *step = u->node->step;
     const float *x[SHRINK_ROWS];
+    const int32_t *x_row = u->node->x_by_token ? step->entry_token : step->entry_row;
     float dots[RANKS][SHRINK_ROWS];
     for (int j = 0; j < n_rows; j++)
-        x[j] = u->node->x + step->entry_row[u->entry + row + j] * u->node->x_stride;
+        x[j] = u->node->x + x_row[u->entry + row + j] * u->node->x_stride;
     const char *a = (const char *)u->pair->a + first_rank * row_bytes(u->node->n_in, type);
     shrink_tile(a, x, u->node->n_in, n_ranks, n_rows, type, row == 0 && n_ranks == RANKS ? u->ahead : NULL, dots);
     for (int j = 0; j < n_rows; j++) {

@@ -44,33 +44,38 @@ def row_bytes(n: int, ggml_type: int) -> int:
 class TransposedB:
     """lora_b with its columns made rows, since dot products of length rank do not vectorise."""
 
-    values: NDArray[np.uint8]  # (bytes,) u8: rank rows of n_out values; Q8_0: int8 values
-    scales: NDArray[np.float16] | None  # (rank / 32, n_out) f16, Q8_0 only
+    values: NDArray[np.uint8]  # (bytes,) u8: rank rows of n_out values an expert; Q8_0: int8 values
+    scales: NDArray[np.float16] | None  # (n_expert, rank / 32, n_out) f16, Q8_0 only
 
 
 def transpose_b(
-    data: NDArray[Any] | bytes | memoryview, ggml_type: int, rank: int, n_out: int
+    data: NDArray[Any] | bytes | memoryview,
+    ggml_type: int,
+    rank: int,
+    n_out: int,
+    n_expert: int = 1,
 ) -> TransposedB:
-    """Transposes lora_b exactly: no value is rounded.
+    """Transposes lora_b exactly, expert by expert: no value is rounded.
 
-    `data` holds the bytes of a contiguous tensor [rank, n_out] of `ggml_type`.
+    `data` holds the bytes of a contiguous tensor [rank, n_out, n_expert] of `ggml_type`.
     ValueError if its size is another; UnsupportedError for other types.
     """
-    rows = raw_bytes(data, row_bytes(rank, ggml_type) * n_out, "lora_b").reshape(n_out, -1)
+    n_rows = n_expert * n_out
+    rows = raw_bytes(data, row_bytes(rank, ggml_type) * n_rows, "lora_b").reshape(n_rows, -1)
     if ggml_type != Q8_0:
-        n_bytes = _VALUE_BYTES[ggml_type]
-        return TransposedB(_transposed(rows.view(f"u{n_bytes}")), None)
-    blocks = rows.reshape(n_out, rank // Q8_0_BLOCK, Q8_0_BLOCK_BYTES)
-    values = _transposed(np.ascontiguousarray(blocks[:, :, 2:]).reshape(n_out, rank))
-    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).reshape(n_out, -1)
-    return TransposedB(values, np.ascontiguousarray(scales.T))
+        values = rows.view(f"u{_VALUE_BYTES[ggml_type]}")
+        return TransposedB(_transposed(values.reshape(n_expert, n_out, rank)), None)
+    blocks = rows.reshape(n_expert, n_out, rank // Q8_0_BLOCK, Q8_0_BLOCK_BYTES)
+    values = _transposed(np.ascontiguousarray(blocks[..., 2:]).reshape(n_expert, n_out, rank))
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).reshape(n_expert, n_out, -1)
+    return TransposedB(values, np.ascontiguousarray(scales.swapaxes(1, 2)))
 
 
 @dataclass(frozen=True)
 class LoraPair:
     """One adapter's two factors for one target, in the forms that the kernels read."""
 
-    a: NDArray[Any]  # bytes of [n_in, rank] of a_type, C-contiguous; token table: [rank, n_vocab]
+    a: NDArray[Any]  # bytes of [n_in, rank(, n_expert)], C-contiguous; token table: [rank, n_vocab]
     a_type: int  # ggml number
     b: TransposedB
     b_type: int  # ggml number
@@ -78,20 +83,41 @@ class LoraPair:
     scale: float  # alpha / rank
 
 
+# The C struct lora_pair, for whole stacks at once.
+_PAIR = np.dtype(
+    [
+        ("a", np.uintp),
+        ("bt", np.uintp),
+        ("bt_scales", np.uintp),
+        ("a_type", np.int32),
+        ("b_type", np.int32),
+        ("rank", np.int32),
+        ("scale", np.float32),
+    ]
+)
+assert _PAIR.itemsize == ffi.sizeof("lora_pair")
+
+
 class TargetPairs:
     """The pairs of one target by resident slot; pairs change between steps, the address does not.
 
     `token_table` says that lora_a is looked up by token id: [rank, n_in] with n_in = n_vocab.
+    With `n_expert` experts the kernels' slot of an expert's pair is slot * n_expert + expert.
     """
 
-    def __init__(self, n_in: int, n_out: int, n_slots: int, *, token_table: bool = False) -> None:
+    def __init__(
+        self, n_in: int, n_out: int, n_slots: int, *, token_table: bool = False, n_expert: int = 1
+    ) -> None:
         self.n_in = n_in
         self.n_out = n_out
         self.n_slots = n_slots
         self.token_table = token_table
+        self.n_expert = n_expert
         self._kept: list[LoraPair | None] = [None] * n_slots
-        self._pairs = ffi.new("lora_pair[]", n_slots)
-        self._struct = ffi.new("lowrank_target *", (self._pairs, n_in, n_out))
+        # Zeroed lazily by the system: with many experts, slots never used cost no memory.
+        self._pairs = np.zeros((n_slots, n_expert), _PAIR)
+        pairs = pointer(self._pairs, "lora_pair *")
+        self._struct = ffi.new("lowrank_target *", (pairs, n_in, n_out))
 
     @property
     def struct(self) -> Any:
@@ -108,31 +134,33 @@ class TargetPairs:
         if pair.rank < 1:
             raise ValueError(f"rank: expected at least 1, got {pair.rank}")
         row, n_rows = (pair.rank, self.n_in) if self.token_table else (self.n_in, pair.rank)
-        raw_bytes(pair.a, row_bytes(row, pair.a_type) * n_rows, "lora_a")
-        expected = (
-            pair.rank * self.n_out * (_VALUE_BYTES[pair.b_type] if pair.b_type != Q8_0 else 1)
-        )
-        raw_bytes(pair.b.values, expected, "transposed lora_b")
+        a_bytes = row_bytes(row, pair.a_type) * n_rows
+        raw_bytes(pair.a, self.n_expert * a_bytes, "lora_a")
+        value_bytes = 1 if pair.b_type == Q8_0 else _VALUE_BYTES[pair.b_type]
+        b_bytes = pair.rank * self.n_out * value_bytes
+        raw_bytes(pair.b.values, self.n_expert * b_bytes, "transposed lora_b")
+        scale_bytes = 0
         if pair.b_type == Q8_0:
             scales = np.empty(0) if pair.b.scales is None else pair.b.scales
-            raw_bytes(
-                scales, row_bytes(pair.rank, Q8_0) // Q8_0_BLOCK_BYTES * self.n_out * 2, "scales"
-            )
+            scale_bytes = row_bytes(pair.rank, Q8_0) // Q8_0_BLOCK_BYTES * self.n_out * 2
+            raw_bytes(scales, self.n_expert * scale_bytes, "scales")
         self._kept[self._checked(slot)] = pair
-        self._pairs[slot] = (
-            pointer(pair.a),
-            pointer(pair.b.values),
-            ffi.NULL if pair.b.scales is None else pointer(pair.b.scales),
-            pair.a_type,
-            pair.b_type,
-            pair.rank,
-            pair.scale,
-        )
+        expert = np.arange(self.n_expert, dtype=np.uintp)
+        pairs = self._pairs[slot]
+        pairs["a"] = pair.a.ctypes.data + expert * np.uintp(a_bytes)
+        pairs["bt"] = pair.b.values.ctypes.data + expert * np.uintp(b_bytes)
+        if pair.b.scales is None:
+            pairs["bt_scales"] = 0
+        else:
+            pairs["bt_scales"] = pair.b.scales.ctypes.data + expert * np.uintp(scale_bytes)
+        pairs["a_type"], pairs["b_type"] = pair.a_type, pair.b_type
+        pairs["rank"], pairs["scale"] = pair.rank, pair.scale
 
     def clear(self, slot: int) -> None:
         """The adapter in `slot` does not touch this target (any more); releases its arrays."""
-        self._pairs[self._checked(slot)] = (ffi.NULL, ffi.NULL, ffi.NULL, 0, 0, 0, 0.0)
-        self._kept[slot] = None
+        if self._kept[self._checked(slot)] is not None:
+            self._pairs[slot] = np.zeros((), _PAIR)
+            self._kept[slot] = None
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.n_slots:
@@ -140,7 +168,9 @@ class TargetPairs:
         return slot
 
 
-def _transposed(matrix: NDArray[Any]) -> NDArray[np.uint8]:
-    out = aligned_empty(matrix.nbytes)
-    out.view(matrix.dtype).reshape(matrix.shape[::-1])[:] = matrix.T
+def _transposed(stack: NDArray[Any]) -> NDArray[np.uint8]:
+    """The last two axes exchanged, in aligned memory."""
+    out = aligned_empty(stack.nbytes)
+    turned = stack.swapaxes(-1, -2)
+    out.view(stack.dtype).reshape(turned.shape)[:] = turned
     return out

@@ -14,9 +14,11 @@ from typing import Any
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
-from loragraph.ggml.handles import F32, Buffer, Tensor, TensorContext
+from loragraph.ggml.handles import F32, I32, Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.files import ModelFiles
+from loragraph.model.fold import Fold
+from loragraph.model.rotations import Rotation, Rotations
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -44,6 +46,7 @@ class Weight:
     use: Use
     repack_type: Any = None  # ggml buffer type, None = plain
     scale: Weight | None = None
+    rotation: Rotation | None = None  # of the activation, or for a lookup of the rows it gives
 
     @property
     def ne(self) -> tuple[int, int, int, int]:
@@ -64,10 +67,13 @@ class Weights:
     files: ModelFiles
     device: Any  # ggml device that will compute
     repack: bool = True
+    fold: Fold | None = None
     by_name: dict[str, Weight] = field(default_factory=dict)
     _ctx: TensorContext | None = None
     _buffers: list[Buffer] = field(default_factory=list)
-    _repack_choice: dict[tuple[int, int, int, int], Any] = field(default_factory=dict)
+    _rotations: Rotations = field(default_factory=Rotations)
+    _rotated: set[str] = field(default_factory=set)  # names in the file
+    _repack_choice: dict[tuple[int, int, int, int, bool], Any] = field(default_factory=dict)
 
     def linear(self, name: str, *ne: int) -> Weight:
         """A matrix [n_in, n_out] that meets activations in `builder.linear`, with its w_s."""
@@ -85,6 +91,11 @@ class Weights:
         """A stack [n_in, n_out, n_expert] that meets activations in `builder.linear_id`."""
         return self._add(name, name, Use.EXPERTS, ne, self._scale(name, (ne[-1],)))
 
+    def heads(self, name: str, *ne: int) -> Weight:
+        """A stack [n_in, n_out, n_head] that meets activations in `builder.linear_heads`."""
+        scale = self._scale(name, (ne[-1],))
+        return self._add(name, name, Use.EXPERTS, ne, scale, batched=True)
+
     def lookup(self, name: str, *ne: int) -> Weight:
         """A table [n_embd, n_rows] whose rows are read by index."""
         return self._add(name, name, Use.LOOKUP, ne)
@@ -100,12 +111,22 @@ class Weights:
             )
         return weight
 
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return name in self.files.tensors
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Raises UnsupportedError where the file has this tensor."""
+        if self.has(name):
+            raise UnsupportedError(f"{self.files.path}: {name}: {reason}", what=f"tensor {name}")
+
     def optional_vector(self, name: str, *ne: int) -> Weight | None:
         """The vector, or None where the file has no tensor of this name."""
-        return self.vector(name, *ne) if name in self.files.tensors else None
+        return self.vector(name, *ne) if self.has(name) else None
 
     def check_all_read(self) -> None:
-        """Raises GGUFError where the file holds tensors that the family did not ask for."""
+        """Raises GGUFError where the file holds tensors that the family did not ask for, or names
+        folded ones that it does not hold."""
         unread = self.files.tensors.keys() - {weight.info.name for weight in self.by_name.values()}
         unread = {name for name in unread if not _is_ignored(name)}
         if unread:
@@ -115,6 +136,12 @@ class Weights:
                 path=self.files.path,
                 hint="is general.architecture right?",
             )
+        if self.fold is not None:
+            missing = (self.fold.folded | self.fold.latent) - self._rotated
+            if missing:
+                raise GGUFError(
+                    f"prism.hadamard weight not found: {min(missing)}", path=self.files.path
+                )
 
     def check_values(self) -> None:
         """Reads every weight: GGUFError names one with NaN, infinite or absurd block scales."""
@@ -161,8 +188,16 @@ class Weights:
         return self.optional_vector(source.removesuffix(".weight") + ".scale", *ne)
 
     def _add(
-        self, name: str, source: str, use: Use, ne: tuple[int, ...], scale: Weight | None = None
+        self,
+        name: str,
+        source: str,
+        use: Use,
+        ne: tuple[int, ...],
+        scale: Weight | None = None,
+        *,
+        batched: bool = False,
     ) -> Weight:
+        """`batched`: a stack whose matrices meet an activation each, in one plain product."""
         if name in self.by_name:
             return self.by_name[name]
         info = self.files.tensors.get(source)
@@ -175,12 +210,39 @@ class Weights:
         if self._ctx is None:
             self._ctx = TensorContext(self.lib, 4 * len(self.files.tensors) + 16)
         tensor = self._ctx.new_tensor(info.type, ne, name)
-        repack_type = self._best_buffer_type(info) if use is Use.LINEAR else None
-        weight = Weight(name, tensor, info, use, repack_type, scale)
+        repacks = use in (Use.LINEAR, Use.EXPERTS) and not batched
+        repack_type = self._best_buffer_type(info, use) if repacks else None
+        rotation = self._rotation(name, info, use, batched=batched)
+        weight = Weight(name, tensor, info, use, repack_type, scale, rotation)
         if use is not Use.VECTOR:
             self._check_computable(weight)
         self.by_name[name] = weight
         return weight
+
+    def _rotation(self, name: str, info: TensorInfo, use: Use, *, batched: bool) -> Rotation | None:
+        """The rotation that a folded weight needs; an error where it is used in another way."""
+        fold, source = self.fold, info.name
+        if fold is None or source not in fold.folded | fold.latent:
+            return None
+        is_tied_head = name != source
+        if is_tied_head and not fold.tied_output:
+            raise GGUFError(
+                "a tied Hadamard output requires version 2 and tied_output=true",
+                path=info.path,
+                where=source,
+            )
+        wanted = Use.LOOKUP if source in fold.latent and not is_tied_head else None
+        if (use is not wanted if wanted else use not in (Use.LINEAR, Use.EXPERTS)) or batched:
+            path = "inverse-after-lookup table" if wanted else "Hadamard-aware matmul path"
+            raise UnsupportedError(
+                f"{info.path}: prism.hadamard: '{source}' is not on a verified {path}",
+                what=f"folded {source}",
+            )
+        self._rotated.add(source)
+        fold.check_width(info)
+        signs = fold.signs_of(info)
+        assert self._ctx is not None  # the weight's tensor was made in it
+        return self._rotations.of(self._ctx, fold.block_size, info.ne[0], signs)
 
     def _kind(self, weight: Weight) -> str:
         if weight.repacked:
@@ -203,6 +265,8 @@ class Weights:
                 mapped[path].place(weight.tensor, weight.info.offset)
             done += weight.info.nbytes
             progress(done, total)
+        if self._rotations:
+            self._keep(self._rotations.place(self.lib))
         self.files.check_sizes()
         for buffer in self._buffers:
             buffer.use_for_weights()
@@ -242,28 +306,33 @@ class Weights:
         self._buffers.append(buffer)
         return buffer
 
-    def _best_buffer_type(self, info: TensorInfo) -> Any:
+    def _best_buffer_type(self, info: TensorInfo, use: Use) -> Any:
         """The first extra buffer type (repacked layout) that can multiply this weight, or None.
 
         Only what `supports_op` confirms is chosen: a type that cannot be repacked crashes there.
         """
         if not self.repack:
             return None
-        key = (info.type, *info.ne[:3])
+        key = (info.type, *info.ne[:3], use is Use.EXPERTS)
         if key not in self._repack_choice:
             candidates = extra_buffer_types(self.lib, self.device)
             self._repack_choice[key] = next(
-                (buft for buft in candidates if self._multiplies(info, buft)), None
+                (buft for buft in candidates if self._multiplies(info, buft, use)), None
             )
         return self._repack_choice[key]
 
-    def _multiplies(self, info: TensorInfo, buft: Any) -> bool:
+    def _multiplies(self, info: TensorInfo, buft: Any, use: Use = Use.LINEAR) -> bool:
         """Asks the device whether it computes w x with w of this type and shape in `buft`."""
         lib = self.lib
         with TensorContext(lib, 4) as ctx:
             w = ctx.new_tensor(info.type, info.ne)
-            x = ctx.new_tensor(F32, (info.ne[0], 512, info.ne[2], info.ne[3]))
-            product = lib.c.ggml_mul_mat(ctx.claim(), w.ptr, x.ptr)
+            if use is Use.EXPERTS:
+                x = ctx.new_tensor(F32, (info.ne[0], 1, 512))
+                ids = ctx.new_tensor(I32, (1, 512))
+                product = lib.c.ggml_mul_mat_id(ctx.claim(), w.ptr, x.ptr, ids.ptr)
+            else:
+                x = ctx.new_tensor(F32, (info.ne[0], 512, info.ne[2], info.ne[3]))
+                product = lib.c.ggml_mul_mat(ctx.claim(), w.ptr, x.ptr)
             if buft is None:
                 return bool(lib.c.ggml_backend_dev_supports_op(self.device, product))
             with Buffer(lib, lib.c.ggml_backend_buft_alloc_buffer(buft, 0), "probe") as probe:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loragraph.adapters.adapter import scale_of
-from loragraph.adapters.base import BaseInfo, base_info_from_gguf
+from loragraph.adapters.base import TOKEN_EMBD, BaseInfo, base_info_from_gguf
 from loragraph.adapters.checks import type_name
 from loragraph.adapters.draft import Draft, read_draft
 from loragraph.adapters.gguf import check_adapter, read_adapter
@@ -26,9 +26,17 @@ from loragraph.model.files import split_paths
 
 
 def inspect_file(
-    lib: Library, path: Path, base: Path | None = None, *, ignore_norm: bool = False
+    lib: Library,
+    path: Path,
+    base: Path | None = None,
+    *,
+    ignore_norm: bool = False,
+    tied_output: bool | None = None,
 ) -> dict[str, Any]:
     """Facts of a base or an adapter, told apart by the file itself ("kind").
+
+    "tied_output" of an adapter is whether its pair of the token table changes a tied head too, None
+    where that is no question: without such a pair, or without a tied base to look at.
 
     "problems" are what a load would refuse; an adapter's, without `base`, as far as the file alone
     shows it. LoragraphError where a file is no readable GGUF.
@@ -39,10 +47,15 @@ def inspect_file(
                 raise ConfigError(
                     f"only an adapter can be checked against a base, {path} is none", field="base"
                 )
+            if tied_output is not None:
+                raise ConfigError(
+                    f"only an adapter changes a tied head, {path} is none", field="tied_output"
+                )
             return _describe_base(lib, file)
         metadata = _metadata(file)
     base_info = read_base_info(lib, base) if base is not None else None
-    return _describe_adapter(lib, path, base_info, ignore_norm) | {"metadata": metadata}
+    facts = _describe_adapter(lib, path, base_info, ignore_norm, tied_output)
+    return facts | {"metadata": metadata}
 
 
 def read_base_info(lib: Library, path: Path) -> BaseInfo:
@@ -95,16 +108,29 @@ def _describe_base(lib: Library, file: GGUFFile) -> dict[str, Any]:
 
 
 def _describe_adapter(
-    lib: Library, path: Path, base: BaseInfo | None, ignore_norm: bool
+    lib: Library,
+    path: Path,
+    base: BaseInfo | None,
+    ignore_norm: bool,
+    tied_output: bool | None,
 ) -> dict[str, Any]:
-    draft = read_draft(lib, path, ignore_norm=ignore_norm)
-    problems = check_adapter(lib, path, base, ignore_norm=ignore_norm)
-    loaded: dict[str, Any] = {"digest": None, "warnings": []}
+    draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
+    problems = check_adapter(lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output)
+    loaded: dict[str, Any] = {"digest": None, "warnings": [], "tied_output": None}
     if not problems:
-        with read_adapter(lib, path, base, ignore_norm=ignore_norm) as adapter:
-            loaded = {"digest": adapter.digest, "warnings": list(adapter.report.warnings)}
+        with read_adapter(
+            lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output
+        ) as adapter:
+            loaded |= {"digest": adapter.digest, "warnings": list(adapter.report.warnings)}
+            if base is not None and base.tied and TOKEN_EMBD in adapter.pairs:
+                loaded["tied_output"] = adapter.tied_output
     weights = sorted(_weights(draft), key=lambda weight: _natural(weight["target"]))
-    tensors = [half for pair in draft.pairs.values() for half in (pair.a, pair.b) if half]
+    tensors = [
+        part
+        for pair in draft.pairs.values()
+        for part in (pair.a, pair.b, *pair.vectors)
+        if part is not None
+    ]
     n_params = sum(tensor.n_elements for tensor in tensors)
     return {
         "kind": "adapter",
@@ -148,7 +174,8 @@ def _weights(draft: Draft) -> Iterator[dict[str, Any]]:
             "types": [type_name(pair.a.type), type_name(pair.b.type)],
             "lora_a": list(pair.a.ne),
             "lora_b": list(pair.b.ne),
-            "nbytes": pair.a.nbytes + pair.b.nbytes,
+            "vectors": [part.name.rsplit(".", 1)[-1] for part in pair.vectors],
+            "nbytes": sum(part.nbytes for part in (pair.a, pair.b, *pair.vectors)),
         }
 
 

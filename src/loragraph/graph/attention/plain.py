@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from loragraph.ggml.handles import F32, I64, Tensor, TensorContext
 from loragraph.ggml.ops import Ops
-from loragraph.graph.attention.base import masked_n_kv, write_causal_mask
+from loragraph.graph.attention.base import (
+    Form,
+    mask_name,
+    mask_specs,
+    masked_n_kv,
+    write_masks,
+)
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import KvCache
 
 
 class PlainAttention:
-    """softmax(K q) V with V stored transposed; `widths` are the K/V widths of the layers."""
+    """softmax(K q) V with V stored transposed; `widths` are the widths of the layers' V."""
 
     v_transposed = True
 
-    def __init__(self, widths: frozenset[int]) -> None:
+    def __init__(self, widths: frozenset[int], windows: Collection[int] = (0,)) -> None:
         self._widths = widths
+        self._windows = windows
 
     def specs(self, n_batch: int, n_cells: int) -> Mapping[str, InputSpec]:
-        """Cell indices, an index for every value of V, the mask F32 [n_kv, n_tokens]."""
-        specs = {"cells": InputSpec(I64, n_batch), "mask": InputSpec(F32, n_batch * n_cells)}
+        """Cell indices, an index for every value of V, the masks F32 [n_kv, n_tokens]."""
+        masks = mask_specs(F32, self._windows, n_batch, n_cells)
+        specs = {"cells": InputSpec(I64, n_batch), **masks}
         return specs | {f"v_cells_{w}": InputSpec(I64, n_batch * w) for w in self._widths}
 
     def n_kv(self, batch: Batch, n_cells: int) -> int:
@@ -37,9 +45,9 @@ class PlainAttention:
     ) -> _Graph:
         """Declares its inputs."""
         cells = inputs.tensor(ctx, "cells", n_tokens)
-        mask = inputs.tensor(ctx, "mask", n_kv, n_tokens)
+        masks = {w: inputs.tensor(ctx, mask_name(w), n_kv, n_tokens) for w in self._windows}
         values = {w: inputs.tensor(ctx, f"v_cells_{w}", n_tokens * w) for w in self._widths}
-        return _Graph(cache, cells, values, mask, n_kv)
+        return _Graph(cache, cells, values, masks, n_kv)
 
     def write(self, inputs: Inputs, cache: KvCache, batch: Batch, n_kv: int) -> None:
         """Fills its inputs: value j of token t goes to j * n_cells + cell(t)."""
@@ -47,44 +55,55 @@ class PlainAttention:
         for w in self._widths:
             index = batch.cells[:, None] + np.arange(w)[None, :] * cache.n_cells
             inputs.view(f"v_cells_{w}", batch.n_tokens * w)[:] = index.ravel()
-        write_causal_mask(inputs, batch, n_kv)
+        write_masks(inputs, batch, self._windows, n_kv)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     cache: KvCache
     cells: Tensor  # I64 [n_tokens]
-    value_cells: Mapping[int, Tensor]  # I64 [n_tokens * n_embd_kv]
-    mask: Tensor  # F32 [n_kv, n_tokens]
+    value_cells: Mapping[int, Tensor]  # I64 [n_tokens * n_embd_v] by n_embd_v
+    masks: Mapping[int, Tensor]  # F32 [n_kv, n_tokens] by window
     n_kv: int
 
     def layer(
-        self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, ops: Ops, il: int, q: Tensor, k: Tensor, v: Tensor, form: Form
     ) -> tuple[Tensor, list[Tensor]]:
-        k_cache, v_cache = self.cache.k[il], self.cache.v[il]
-        n_tokens, n_embd_head = q.ne[2], k.ne[0]
-        width = k_cache.ne[0]
-        flat = ops.view(v_cache, (1, v_cache.ne[0] * v_cache.ne[1]), (self._bytes(ops, 1),))
-        writes = [
-            ops.set_rows(k_cache, ops.reshape(k, width, n_tokens), self.cells),
-            ops.set_rows(flat, ops.reshape(v, 1, width * n_tokens), self.value_cells[width]),
-        ]
-        k_read = ops.permute(self._read_k(ops, k_cache, n_embd_head), 0, 2, 1, 3)
+        k_cache, n_tokens = self.cache.k[il], q.ne[2]
+        writes = [ops.set_rows(k_cache, ops.rows(k), self.cells)]
+        if not self.cache.v_in_k:
+            writes.append(self._write_v(ops, self.cache.v[il], v))
+        k_read = ops.permute(self._read_k(ops, k_cache, k.ne[0]), 0, 2, 1, 3)
         scores = ops.mul_mat(k_read, ops.permute(q, 0, 2, 1, 3))  # [n_kv, n_tokens, n_head]
         ops.accumulate_in_f32(scores)
-        weights = ops.soft_max(scores, self.mask, scale)
-        out = ops.mul_mat(self._read_v(ops, v_cache, n_embd_head), weights)
-        return ops.cont_2d(ops.permute(out, 0, 2, 1, 3), q.ne[0] * q.ne[1], n_tokens), writes
+        scale = form.scale
+        if form.softcap:
+            scores = ops.tanh(ops.scale(scores, scale / form.softcap))
+            scores, scale = ops.scale(scores, form.softcap), 1.0
+        weights = ops.soft_max(scores, self.masks[form.window], scale)
+        if form.sinks is not None:
+            ops.add_sinks(weights, form.sinks)
+        out = ops.mul_mat(self._read_v(ops, il, v.ne[0]), weights)
+        return ops.cont_2d(ops.permute(out, 0, 2, 1, 3), v.ne[0] * q.ne[1], n_tokens), writes
 
     def bind(self) -> None:
         """No custom nodes."""
+
+    def _write_v(self, ops: Ops, cache: Tensor, v: Tensor) -> Tensor:
+        flat = ops.view(cache, (1, cache.ne[0] * cache.ne[1]), (self._bytes(ops, 1),))
+        return ops.set_rows(flat, ops.cont_row(v), self.value_cells[cache.ne[1]])
 
     def _read_k(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
         strides = (self._bytes(ops, n_embd_head), self._bytes(ops, cache.ne[0]))
         return ops.view(cache, (n_embd_head, cache.ne[0] // n_embd_head, self.n_kv), strides)
 
-    def _read_v(self, ops: Ops, cache: Tensor, n_embd_head: int) -> Tensor:
-        """[n_kv, hd, n_head_kv] of the transposed cache."""
+    def _read_v(self, ops: Ops, il: int, n_embd_head: int) -> Tensor:
+        """[n_kv, hd, n_head_kv] of the transposed cache, or turned over where V lies in K."""
+        if self.cache.v_in_k:
+            k = self.cache.k[il]
+            both = ops.view(k, (n_embd_head, self.n_kv), (self._bytes(ops, k.ne[0]),))
+            return ops.cont_2d(ops.permute(both, 1, 0, 2, 3), self.n_kv, n_embd_head)
+        cache = self.cache.v[il]
         n_cells, width = cache.ne[0], cache.ne[1]
         strides = (self._bytes(ops, n_cells), self._bytes(ops, n_cells * n_embd_head))
         return ops.view(cache, (self.n_kv, n_embd_head, width // n_embd_head), strides)

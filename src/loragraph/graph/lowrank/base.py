@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from enum import Enum
 from typing import Protocol
 
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.mix import Mix
-from loragraph.errors import CapacityError, UnsupportedError
+from loragraph.errors import CapacityError
 from loragraph.ggml.handles import Tensor
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
-from loragraph.model.weights import Use, Weight
+from loragraph.model.weights import Weight
 
 NODES_PER_PAIR_BUDGET = 6
 """Nodes that llama.cpp reserves for one pair of a registered adapter; the branch uses four."""
@@ -42,8 +42,13 @@ class GraphLowering(Protocol):
     def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
         """y F32 [n_out, n] = W x; gives y plus the low-rank part."""
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
-        """The same for products with the experts `ids` I32 [n_used, n]."""
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
+        """The same for products with the experts `ids` I32 [n_used, n].
+
+        x F32 [n_in, 1 or n_used, n] · y F32 [n_out, n_used, n]; A and B are those of the expert.
+        """
 
     def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
         """The same for rows `ids` I32 [n] of the token table."""
@@ -86,7 +91,9 @@ class NoLowering:
         """y itself."""
         return y
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
         """y itself."""
         return y
 
@@ -98,22 +105,10 @@ class NoLowering:
         """Nothing to bind."""
 
 
-def check_mixable(mix: Mix, max_mix: int, weights: Mapping[str, Weight], name: str) -> None:
-    """What `routed` and `stacked` refuse: more than `max_mix` adapters a token, and experts.
-
-    CapacityError or UnsupportedError; `name` is the lowering's.
-    """
+def check_mixable(mix: Mix, max_mix: int) -> None:
+    """What `routed` and `stacked` refuse: CapacityError for more than `max_mix` adapters."""
     if len(mix) > max_mix:
         raise CapacityError(
             f"expected at most {max_mix} adapters a token, got {len(mix)}",
             hint="combine some of them into one adapter",
         )
-    for adapter in mix.adapters:
-        for target in adapter.pairs:
-            weight = weights.get(target)
-            if weight is not None and weight.use is Use.EXPERTS:
-                raise UnsupportedError(
-                    f"{target}: the {name} lowering has no experts yet",
-                    what=f"{name} experts",
-                    hint="use lowering='branch'",
-                )

@@ -140,7 +140,9 @@ class _BranchGraph:
             y = ops.add(y, ops.scale(delta, scale))
         return y
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
         for pair, scale in self._pairs(w):
             delta = ops.mul_mat_id(pair.b, ops.mul_mat_id(pair.a, x, ids), ids)
             y = ops.add(y, ops.scale(delta, scale))

@@ -47,7 +47,7 @@ class Resident:
         self.targets = {
             name: _table(weight, n_slots)
             for name, weight in weights.items()
-            if weight.use in (Use.LINEAR, Use.LOOKUP)
+            if weight.use is not Use.VECTOR
         }
         self.slots: dict[Adapter, int] = {}
         self.floats_per_entry = 0
@@ -90,14 +90,13 @@ def _table(weight: Weight, n_slots: int) -> TargetPairs:
     n_in, n_out = weight.ne[0], weight.ne[1]
     if weight.use is Use.LOOKUP:  # a row of lora_a a token id, lora_b gives an embedding
         return TargetPairs(n_out, n_in, n_slots, token_table=True)
-    return TargetPairs(n_in, n_out, n_slots)
+    return TargetPairs(n_in, n_out, n_slots, n_expert=weight.ne[2])
 
 
 def _kernel_pairs(adapter: Adapter, *, tied: bool) -> dict[str, LoraPair]:
-    pairs = target_pairs(adapter, tied=tied)
-    return {pair.target: _kernel_pair(pair) for pair in pairs if pair.n_expert == 1}
+    return {pair.target: _kernel_pair(pair) for pair in target_pairs(adapter, tied=tied)}
 
 
 def _kernel_pair(pair: TargetPair) -> LoraPair:
-    b = transpose_b(pair.b.data, pair.b.type, pair.b.ne[0], pair.b.ne[1])
+    b = transpose_b(pair.b.data, pair.b.type, *pair.b.ne)
     return LoraPair(pair.a.data, pair.a.type, b, pair.b.type, pair.rank, pair.scale)

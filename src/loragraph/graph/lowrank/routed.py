@@ -7,12 +7,14 @@ change, and its number of nodes does not depend on what is registered.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
+from loragraph.errors import BackendError
 from loragraph.ggml.handles import F32, Tensor, data_address
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
@@ -24,10 +26,18 @@ from loragraph.graph.lowrank.base import (
     mix_of_rows,
 )
 from loragraph.graph.lowrank.resident import Resident
-from loragraph.kernels.lowrank import ExpandNode, GatherNode, Group, LowrankStep, ShrinkNode
+from loragraph.kernels.lowrank import (
+    ExpandNode,
+    ExpertStep,
+    GatherNode,
+    Group,
+    LowrankStep,
+    RouteNode,
+    ShrinkNode,
+)
 from loragraph.model.weights import Weight
 
-_NODES_PER_WEIGHT = 3  # shrink, expand, and the view that the in-place expand is
+_NODES_PER_WEIGHT = 4  # route (experts), shrink, expand, and the view that the expand is
 
 
 class RoutedLowering:
@@ -42,6 +52,7 @@ class RoutedLowering:
         self._resident = resident
         self._max_mix = max_mix
         self._steps = {rows: LowrankStep(n_batch * max_mix, resident.n_slots, 0) for rows in RowSet}
+        self._experts: dict[_Routing, ExpertStep] = {}
         self._written: Hashable = None
 
     def graph_key(self, batch: Batch) -> Hashable:
@@ -53,8 +64,8 @@ class RoutedLowering:
         return _NODES_PER_WEIGHT * len(self._weights)
 
     def check(self, mix: Mix) -> None:
-        """Raises for more adapters than a token can carry, and for experts (not routed yet)."""
-        check_mixable(mix, self._max_mix, self._weights, self.name)
+        """Raises for more adapters than a token can carry."""
+        check_mixable(mix, self._max_mix)
 
     def attach(self, mix: Mix) -> None:
         """Makes the adapters resident."""
@@ -68,12 +79,18 @@ class RoutedLowering:
         """Nodes for every weight, or none for a batch of the base alone."""
         if not batch.adapted:
             return NoLowering()
-        return _RoutedGraph(self._resident, self._steps)
+        return _RoutedGraph(self._resident, self._steps, self._experts)
 
     def write(self, batch: Batch) -> None:
         """Writes the row sets as groups of rows by adapter."""
         if not batch.adapted:
             return
+        self._write_steps(batch)
+        for routing, step in self._experts.items():  # a graph may have brought new ones
+            n_entries = self._steps[routing.rows].n_entries * routing.n_used
+            step.fit(n_entries, self._resident.floats_per_entry)
+
+    def _write_steps(self, batch: Batch) -> None:
         arrays = (batch.mix.tobytes(), batch.outputs.tobytes())
         written = (self._resident.n_changes, batch.mixes, batch.n_states, *arrays)
         if written == self._written:  # as in most decodes: the last step's rows again
@@ -119,32 +136,94 @@ def _group(parts: list[tuple[NDArray[np.int64], float, int]]) -> Group:
     return Group(parts[0][2], rows[order], scales[order])
 
 
+class _Routing(NamedTuple):
+    """What products with experts need a step of their own for."""
+
+    rows: RowSet
+    n_expert: int
+    n_used: int
+
+
+class _Route(NamedTuple):
+    """The experts of which the routed step tells, after its node."""
+
+    ids: Tensor
+    step: ExpertStep
+    done: Tensor
+
+
+class _Shrink(NamedTuple):
+    """What scratch holds A x of, after its node."""
+
+    x: Tensor
+    ids: Tensor | None  # None: plain weights
+    node: ShrinkNode
+    done: Tensor
+
+
 class _RoutedGraph:
     """The custom nodes of one graph; keeps their structs alive as long as the graph."""
 
-    def __init__(self, resident: Resident, steps: Mapping[RowSet, LowrankStep]) -> None:
+    def __init__(
+        self,
+        resident: Resident,
+        steps: Mapping[RowSet, LowrankStep],
+        experts: dict[_Routing, ExpertStep],
+    ) -> None:
         self._resident = resident
         self._steps = steps
+        self._experts = experts  # of all graphs: one runs at a time
         self._shrinks: list[tuple[ShrinkNode, Tensor]] = []
         self._gathers: list[tuple[GatherNode, Tensor]] = []
         self._expands: list[tuple[ExpandNode, Tensor]] = []
-        self._last: tuple[Tensor, ShrinkNode, Tensor] | None = None
+        self._routes: list[tuple[RouteNode, Tensor]] = []
+        self._last: _Shrink | None = None
+        self._route: _Route | None = None
 
     def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
         target = self._resident.targets[w.name]
         # Weights that read the same x share one shrink; only while no other shrink came between,
         # since the scratch that holds A x is one for all.
-        if self._last is None or self._last[0] is not x:
-            node = ShrinkNode(self._steps[rows], [])
-            done = ops.custom(F32, (1,), [x], node.function, node.userdata)
-            self._shrinks.append((node, x))
-            self._last = (x, node, done)
-        _, shrink, done = self._last
-        return self._expand(ops, ExpandNode(shrink, shrink.add_target(target)), y, done)
+        last = self._last
+        if last is None or last.x is not x or last.ids is not None:
+            node = ShrinkNode(self._steps[rows])
+            last = self._shrink(ops, node, x, None, [])
+        return self._expand(ops, ExpandNode(last.node, last.node.add_target(target)), y, last.done)
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
-        """Adapters on experts are refused in `RoutedLowering.check`."""
-        return y
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
+        target = self._resident.targets[w.name]
+        n_used, n_x = ids.ne[0], x.ne[1]
+        if n_x not in (1, n_used):
+            raise BackendError(f"expected 1 or {n_used} rows a token, got {x}")
+        last = self._last
+        if last is None or last.x is not x or last.ids is not ids:
+            route = self._routed(ops, _Routing(rows, w.ne[2], n_used), ids)
+            node = ShrinkNode(route.step, x_by_token=n_x == 1)
+            last = self._shrink(ops, node, x, ids, [route.done])
+        return self._expand(ops, ExpandNode(last.node, last.node.add_target(target)), y, last.done)
+
+    def _routed(self, ops: Ops, routing: _Routing, ids: Tensor) -> _Route:
+        """The route node of `ids`: shared until other ids need the same memory."""
+        if self._route is None or self._route.ids is not ids:
+            step = self._experts.setdefault(routing, ExpertStep(routing.n_expert))
+            node = RouteNode(self._steps[routing.rows].struct, step, routing.n_used)
+            done = ops.custom(F32, (1,), [ids], node.function, node.userdata)
+            self._routes.append((node, ids))
+            self._route = _Route(ids, step, done)
+        return self._route
+
+    def _shrink(
+        self, ops: Ops, node: ShrinkNode, x: Tensor, ids: Tensor | None, after: list[Tensor]
+    ) -> _Shrink:
+        read = x
+        if not node.x_by_token and x.ne[2] > 1 and x.ptr.nb[2] != x.ne[1] * x.ptr.nb[1]:
+            read = ops.cont(x)  # the kernel knows one distance between rows
+        done = ops.custom(F32, (1,), [read, *after], node.function, node.userdata)
+        self._shrinks.append((node, read))
+        self._last = _Shrink(x, ids, node, done)
+        return self._last
 
     def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
         node = GatherNode(self._steps[RowSet.TOKENS], self._resident.targets[w.name])
@@ -154,8 +233,10 @@ class _RoutedGraph:
         return self._expand(ops, ExpandNode(node), y, done)
 
     def bind(self) -> None:
+        for route, ids in self._routes:
+            route.bind(data_address(ids), ids.ptr.nb[1] // 4)
         for shrink, x in self._shrinks:
-            shrink.bind(data_address(x), x.ptr.nb[1] // 4)
+            shrink.bind(data_address(x), x.ptr.nb[2 if shrink.x_by_token else 1] // 4)
         for gather, ids in self._gathers:
             gather.bind(data_address(ids))
         for expand, y in self._expands:

@@ -32,6 +32,7 @@ from loragraph.model.weights import Use, Weight
 
 _NODES_PER_WEIGHT = 5  # x as [n_in, 1, n], A x, times scales, B of it, y as one matrix
 _NODES_PER_PLACE = 2  # a place's view and its add
+_NODES_PER_EXPERT_PLACE = 8  # experts of a slot (view, rows, shape), A x, scale (view, product), B
 _TABLE_ROWS = "stacked_table_rows"
 
 
@@ -57,9 +58,12 @@ class StackedLowering:
         self._generation = 0
         n_values = n_batch * self._max_width
         specs = {_TABLE_ROWS: InputSpec(I32, n_values)}
+        self._n_experts = {w.ne[2] for w in weights.values() if w.use is Use.EXPERTS}
         for rows in RowSet:
             specs[_ids_name(rows)] = InputSpec(I32, n_values)
             specs[_scales_name(rows)] = InputSpec(F32, n_values)
+            for n_expert in self._n_experts:
+                specs[_experts_name(rows, n_expert)] = InputSpec(I32, n_values * n_expert)
         try:
             self._inputs = Inputs(lib, specs)
         except BaseException:
@@ -82,11 +86,14 @@ class StackedLowering:
 
     def extra_nodes(self) -> int:
         """A fixed number for each weight, enough for the widest mix."""
-        return (_NODES_PER_WEIGHT + _NODES_PER_PLACE * self._max_width) * len(self._weights)
+        n_experts = sum(w.use is Use.EXPERTS for w in self._weights.values())
+        n_places = self._max_width * _NODES_PER_PLACE * len(self._weights)
+        n_expert_places = self._max_width * _NODES_PER_EXPERT_PLACE * n_experts
+        return _NODES_PER_WEIGHT * len(self._weights) + n_places + n_expert_places
 
     def check(self, mix: Mix) -> None:
-        """Raises for more adapters than a token can carry, and for experts (not stacked yet)."""
-        check_mixable(mix, self._max_mix, self._weights, self.name)
+        """Raises for more adapters than a token can carry."""
+        check_mixable(mix, self._max_mix)
 
     def attach(self, mix: Mix) -> None:
         """Makes the adapters resident."""
@@ -112,6 +119,9 @@ class StackedLowering:
             n = len(mix) * width
             self._inputs.view(_ids_name(rows), n).reshape(-1, width)[:] = slots[mix]
             self._inputs.view(_scales_name(rows), n).reshape(-1, width)[:] = scales[mix]
+            for n_expert in self._n_experts:
+                table = self._inputs.view(_experts_name(rows, n_expert), n * n_expert)
+                table.reshape(width, -1, n_expert)[:] = _matrices(slots[mix].T, n_expert)
         table_rows = self._inputs.view(_TABLE_ROWS, batch.n_tokens * width).reshape(-1, width)
         table_rows[:] = self._table_rows(slots[batch.mix], batch.tokens)
 
@@ -160,6 +170,8 @@ class _StackedGraph:
         self._inputs = inputs
         self._width = width
         self._rows: dict[RowSet, _Rows] = {}
+        self._tables: dict[str, Tensor] = {}  # I32 [n_expert, n * width]
+        self._chosen: tuple[Tensor, int, list[Tensor]] | None = None
 
     def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:
         stack = self._targets.get(w.name)
@@ -170,9 +182,41 @@ class _StackedGraph:
         h = ops.mul_mat_id(stack.a, ops.reshape(x, n_in, 1, n), inputs.ids)
         return self._add_delta(ops, stack.b, h, inputs, y)
 
-    def experts(self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
-        """Adapters on experts are refused in `StackedLowering.check`."""
+    def experts(
+        self, ops: Ops, w: Weight, x: Tensor, ids: Tensor, y: Tensor, rows: RowSet
+    ) -> Tensor:
+        stack = self._targets.get(w.name)
+        if stack is None:
+            return y
+        n = ids.ne[1]
+        scales = self._rows_of(ops, rows, n).scales
+        for place, matrices in enumerate(self._matrices_of(ops, rows, stack.n_expert, ids)):
+            scale = ops.view(scales, (1, 1, n), (4, 4 * self._width), 4 * place)
+            h = ops.mul(ops.mul_mat_id(stack.a, x, matrices), scale)
+            y = ops.add(y, ops.mul_mat_id(stack.b, h, matrices))
         return y
+
+    def _matrices_of(self, ops: Ops, rows: RowSet, n_expert: int, ids: Tensor) -> list[Tensor]:
+        """For each place of a token the stacks' matrices of its experts, I32 [n_used, n].
+
+        Which adapter is input, which experts is known to the graph alone, and ggml adds no
+        integers: so the input holds the matrix of every expert, and the experts choose.
+        """
+        if self._chosen is None or self._chosen[0] is not ids or self._chosen[1] != n_expert:
+            n_used, n = ids.ne[:2]
+            name = _experts_name(rows, n_expert)
+            table = self._tables.get(name)
+            if table is None:
+                table = self._inputs.tensor(ops.ctx, name, n_expert, n * self._width)
+                self._tables[name] = table
+            chosen = []
+            for place in range(self._width):
+                of_place = ops.view(
+                    table, (1, n_expert, n), (4, 4 * n_expert), 4 * n_expert * n * place
+                )
+                chosen.append(ops.reshape(ops.get_rows(of_place, ids), n_used, n))
+            self._chosen = (ids, n_expert, chosen)
+        return self._chosen[2]
 
     def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
         stack = self._targets.get(w.name)
@@ -215,3 +259,13 @@ def _ids_name(rows: RowSet) -> str:
 
 def _scales_name(rows: RowSet) -> str:
     return f"stacked_scales_{rows.value}"
+
+
+def _experts_name(rows: RowSet, n_expert: int) -> str:
+    return f"stacked_experts_{n_expert}_{rows.value}"
+
+
+def _matrices(slots: NDArray[np.int32], n_expert: int) -> NDArray[np.int64]:
+    """The matrix of every expert of each slot, slots' shape and an axis of n_expert; 0 = zeros."""
+    first = np.where(slots > 0, 1 + (slots - 1) * n_expert, 0)[..., None]
+    return np.where(first > 0, first + np.arange(n_expert), 0)

@@ -48,12 +48,23 @@ class Stack:
     A [n_in, max_rank, n_slots] · B F32 [max_rank, n_out, n_slots], effective scales in B: A x,
     times a scale a token, would lose bits or overflow if B's type rounded it to F16. The token
     table's A is [max_rank, 1 + n_tables · n_vocab]: a row of zeros, then the adapters' tables.
+    Experts: one matrix of zeros, then n_expert matrices for each slot but slot 0.
     """
 
     a: Tensor
     b: Tensor
-    a_values: NDArray[np.float16 | np.float32]  # (n_slots, max_rank, n_in), or the table's rows
-    b_values: NDArray[np.float32]  # (n_slots, n_out, max_rank) f32
+    a_values: NDArray[np.float16 | np.float32]  # (n_matrices, max_rank, n_in), or table's rows
+    b_values: NDArray[np.float32]  # (n_matrices, n_out, max_rank) f32
+    n_expert: int  # 1: a matrix a slot
+
+    def matrices(self, slot: int) -> slice:
+        """The matrices of a slot other than 0."""
+        return expert_matrices(slot, self.n_expert)
+
+
+def expert_matrices(slot: int, n_expert: int) -> slice:
+    """Where a stack holds the experts of `slot`, which is not slot 0: that is one of zeros."""
+    return slice(1 + (slot - 1) * n_expert, 1 + slot * n_expert)
 
 
 class Stacks:
@@ -81,9 +92,10 @@ class Stacks:
             raise
         for name, (a, b) in tensors.items():
             n0, n1, n2, _ = a.ne
-            a_shape = (n2, n1, n0) if weights[name].use is Use.LINEAR else (n1, n0)
+            a_shape = (n1, n0) if weights[name].use is Use.LOOKUP else (n2, n1, n0)
+            a_values = array_view(lib, a).reshape(a_shape)
             b_values = array_view(lib, b).reshape(b.ne[2], b.ne[1], b.ne[0])
-            self.targets[name] = Stack(a, b, array_view(lib, a).reshape(a_shape), b_values)
+            self.targets[name] = Stack(a, b, a_values, b_values, weights[name].ne[2])
 
     @property
     def nbytes(self) -> int:
@@ -95,21 +107,25 @@ class Stacks:
         for name, stack in self.targets.items():
             linear = stack.a_values.ndim == 3
             pair = pairs.get(name)
-            stack.b_values[slot] = 0
+            matrices = stack.matrices(slot)
+            stack.b_values[matrices] = 0
             if linear:
-                stack.a_values[slot] = 0
+                stack.a_values[matrices] = 0
             if pair is None:
                 continue
             b = dequantised(pair.b.type, pair.b.data, pair.b.ne)
-            stack.b_values[slot, :, : pair.rank] = b * np.float32(pair.scale)
+            b = b.reshape(-1, pair.b.ne[1], pair.rank)
+            stack.b_values[matrices, :, : pair.rank] = b * np.float32(pair.scale)
             a: NDArray[np.float16 | np.float32]
             if stack.a.type == F16:
-                a = pair.a.data.view(np.float16).reshape(pair.a.ne[1], pair.a.ne[0])
+                a = pair.a.data.view(np.float16)
             else:
                 a = dequantised(pair.a.type, pair.a.data, pair.a.ne)
             if linear:
-                stack.a_values[slot, : pair.rank] = a
+                a = a.reshape(-1, pair.rank, pair.a.ne[0])
+                stack.a_values[matrices, : pair.rank] = a
             else:
+                a = a.reshape(-1, pair.rank)
                 n_vocab = len(a)
                 rows = stack.a_values[1 + table * n_vocab :][:n_vocab]
                 rows[:, : pair.rank] = a
@@ -134,8 +150,9 @@ class Stacks:
                 )
             a = self._ctx.new_tensor(shape.type_a, (rank, n_rows))
             return a, self._ctx.new_tensor(F32, (rank, n_in, self.n_slots))
-        a = self._ctx.new_tensor(shape.type_a, (n_in, rank, self.n_slots))
-        return a, self._ctx.new_tensor(F32, (rank, n_out, self.n_slots))
+        n_matrices = expert_matrices(self.n_slots, weight.ne[2]).start
+        a = self._ctx.new_tensor(shape.type_a, (n_in, rank, n_matrices))
+        return a, self._ctx.new_tensor(F32, (rank, n_out, n_matrices))
 
 
 class StackedSlots:
@@ -146,9 +163,7 @@ class StackedSlots:
     ) -> None:
         self._lib = lib
         self._weights = {
-            name: weight
-            for name, weight in weights.items()
-            if weight.use in (Use.LINEAR, Use.LOOKUP)
+            name: weight for name, weight in weights.items() if weight.use is not Use.VECTOR
         }
         self._tied = tied
         self._limit = n_slots

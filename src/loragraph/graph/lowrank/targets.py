@@ -56,7 +56,19 @@ def target_pairs(adapter: Adapter, *, tied: bool) -> list[TargetPair]:
 
 def _plain(adapter: Adapter, pair: LoraPair) -> TargetPair:
     a, b = (Factor(adapter.raw(half), half.type, half.ne[:3]) for half in (pair.a, pair.b))
+    vectors = adapter.vectors.get(pair.target)
+    if vectors is not None and vectors.b_rows is not None:  # DoRA: rows of B times m'
+        b = _scaled_rows(adapter, pair, vectors.b_rows)
     return TargetPair(pair.target, a, b, pair.rank, pair.scale)
+
+
+def _scaled_rows(adapter: Adapter, pair: LoraPair, rows: NDArray[np.float32]) -> Factor:
+    """lora_b with each row times a factor, F32: another rounding to its own type would show."""
+    n_out = pair.b.ne[1]
+    data = allocate_block(4 * n_out * pair.rank)
+    values = data[: 4 * n_out * pair.rank].view(np.float32).reshape(n_out, pair.rank)
+    np.multiply(adapter.array(pair.b), rows[:, None], out=values)
+    return Factor(data, F32, (pair.rank, n_out, 1))
 
 
 def _head(adapter: Adapter, pair: LoraPair) -> TargetPair:

@@ -1,0 +1,128 @@
+"""Adapters that PEFT trained, converted and merged: the merged file gives PEFT's logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as GGMLType
+
+from loragraph.errors import UnsupportedError
+from loragraph.tools.combine import combine_files
+from loragraph.tools.merge import merge
+from loragraph.tools.resize import resize_file
+from tests.gguf_bytes import tensor, write_gguf
+from tests.numerics.compare import nmse
+from tests.numerics.runs import EXACT, Logits, libllama_logits, loragraph_logits, random_tokens
+from tests.reference.adapter import read_tensors
+from tests.tiny import TinyAdapter, TinyLlama
+from tests.tools.convert.test_golden import ABOUT, ALORA, base_of, converted, expected
+
+BOUND = 1e-11
+
+
+def of_file(path: Path, name: str) -> Logits:
+    """What a merged file computes for a variant's first prompt."""
+    return loragraph_logits(path, [], [()], ABOUT[name]["prompts"][0], EXACT)[()]
+
+
+@pytest.mark.parametrize("name", [name for name in ABOUT if name != ALORA])
+def test_merged_variants_give_pefts_logits(name: str, tmp_path: Path) -> None:
+    """DoRA, biases, whole modules, tied and untied heads: in loragraph and in libllama."""
+    path, _ = converted(name, tmp_path)
+    merge(base_of(name), {path: 1.0}, tmp_path / "merged.gguf")
+    assert nmse(of_file(tmp_path / "merged.gguf", name), expected(name)[0]) <= BOUND
+    prompt = ABOUT[name]["prompts"][0]
+    logits = libllama_logits(tmp_path / "merged.gguf", [], [()], prompt, EXACT)[()]
+    assert nmse(logits, expected(name)[0]) <= BOUND
+
+
+def test_an_alora_is_refused(tmp_path: Path) -> None:
+    """No fixed weight is active from the invocation on alone."""
+    path, _ = converted(ALORA, tmp_path)
+    with pytest.raises(UnsupportedError, match="aLoRA"):
+        merge(base_of(ALORA), {path: 1.0}, tmp_path / "merged.gguf")
+
+
+@pytest.mark.parametrize("name", ["dora", "dora_head", "lora_bias"])
+def test_vectors_follow_the_user_scale(name: str, tmp_path: Path) -> None:
+    """At any scale, and beside another adapter, the merged file is the run time."""
+    path, _ = converted(name, tmp_path)
+    base = base_of(name)
+    scales = (0.6, -0.3)
+    other, _ = converted("plain" if base == base_of("plain") else name, tmp_path, "f16")
+    second = tmp_path / "second.gguf"
+    second.write_bytes(other.read_bytes())
+    path, _ = converted(name, tmp_path)
+    merge(base, zip((path, second), scales, strict=True), tmp_path / "merged.gguf")
+    prompt = ABOUT[name]["prompts"][0]
+    run_time = loragraph_logits(base, [path, second], [scales], prompt, EXACT, lowering="routed")
+    assert nmse(of_file(tmp_path / "merged.gguf", name), run_time[scales]) <= BOUND
+
+
+def test_resize_keeps_vectors(tmp_path: Path) -> None:
+    """At full rank the resized file of a DoRA, or of biases, still gives PEFT's logits."""
+    for name in ("dora", "lora_bias"):
+        path, _ = converted(name, tmp_path)
+        resize_file(path, tmp_path / "r.gguf", rank=4096)
+        prompt = ABOUT[name]["prompts"][0]
+        logits = loragraph_logits(
+            base_of(name), [tmp_path / "r.gguf"], [(1.0,)], prompt, EXACT, lowering="routed"
+        )[(1.0,)]
+        assert nmse(logits, expected(name)[0]) <= BOUND
+
+
+def test_combine_carries_biases_and_refuses_magnitudes(tmp_path: Path) -> None:
+    """A bias is summed with its scale; a magnitude has no place beside another adapter."""
+    bias, _ = converted("lora_bias", tmp_path)
+    dora, _ = converted("dora", tmp_path)
+    combine_files({bias: 0.5}, tmp_path / "c.gguf")
+    prompt = ABOUT["lora_bias"]["prompts"][0]
+    half, combined = (
+        loragraph_logits(
+            base_of("lora_bias"), [path], [(scale,)], prompt, EXACT, lowering="routed"
+        )[(scale,)]
+        for path, scale in ((bias, 0.5), (tmp_path / "c.gguf", 1.0))
+    )
+    assert nmse(combined, half) <= BOUND
+    with pytest.raises(UnsupportedError, match="DoRA"):
+        combine_files({dora: 1.0}, tmp_path / "d.gguf")
+
+
+def test_dora_on_quantised_bases_and_weights_with_factors(tmp_path: Path) -> None:
+    """Merged as f32, a DoRA adapter on a Q8_0 base, or on weights with w_s, is the run time."""
+    model = TinyLlama()
+    plain = TinyAdapter(rank=4, targets=("attn_q", "ffn_down"))
+    for number, base_model in enumerate(
+        (replace(model, weight_type=GGMLType.Q8_0), replace(model, scales=True))
+    ):
+        base = base_model.write(tmp_path / f"base{number}.gguf")
+        weights = read_tensors(base)
+        tensors = plain.raw_tensors(model)
+        for name, arrays in plain.arrays(model).pairs.items():
+            n_out = len(arrays[1])
+            length = (weights[name] ** 2).sum(axis=1) ** 0.5
+            tensors.append(tensor(f"{name}.lora_magnitude", 1.1 * length[:n_out]))
+        path = write_gguf(tmp_path / "dora.gguf", plain.keys(), tensors)
+        merge(base, {path: 0.7}, tmp_path / "merged.gguf", type="f32")
+        tokens = random_tokens(16)
+        run_time = loragraph_logits(base, [path], [(0.7,)], tokens, EXACT, lowering="routed")
+        merged = loragraph_logits(tmp_path / "merged.gguf", [], [()], tokens, EXACT)[()]
+        # On Q8_0 the run time rounds activations, an F32 file does not.
+        assert nmse(merged, run_time[(0.7,)]) < (1e-3 if number == 0 else 1e-10)
+
+
+def test_a_bias_that_the_family_has_no_place_for(tmp_path: Path) -> None:
+    """The head has no bias in this family: refused with the reason, nothing written."""
+    model = TinyLlama()
+    base = model.write(tmp_path / "base.gguf")
+    adapter = TinyAdapter(targets=(), output=True)
+    tensors = [
+        *adapter.raw_tensors(model),
+        tensor("output.weight.lora_bias", [0.5] * model.n_vocab),
+    ]
+    path = write_gguf(tmp_path / "a.gguf", adapter.keys(), tensors)
+    with pytest.raises(UnsupportedError, match=r"no tensor output\.bias"):
+        merge(base, {path: 1.0}, tmp_path / "merged.gguf")
+    assert not (tmp_path / "merged.gguf").exists()
