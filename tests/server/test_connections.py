@@ -149,3 +149,13 @@ def test_the_event_loop_is_never_blocked(served: Served) -> None:
         for thread in threads:
             thread.join()
     assert longest < 2.0  # the machine may be busy; a blocked loop takes longer
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_large_body_gets_its_answer(served: Served, told: bool) -> None:
+    """A client that sends all before it reads finds the 413, not a connection that was reset."""
+    data = b" " * (20 << 20)
+    with served.client() as client:
+        for _ in range(3):
+            answer = client.post(PATHS[0], content=data if told else iter([data[: 1 << 20]] * 20))
+            assert answer.status_code == 413

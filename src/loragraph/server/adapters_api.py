@@ -15,6 +15,7 @@ from loragraph.engine.registry import MAX_NAME, Generation, check_name
 from loragraph.errors import InvalidRequestError, LoragraphError, ModelNotFoundError
 from loragraph.server.errors import ApiError
 from loragraph.server.gate import Admin
+from loragraph.server.peft import converted, forget
 from loragraph.server.routing import api_router
 from loragraph.server.sampling import Body
 from loragraph.server.state import ServerState, State
@@ -89,7 +90,7 @@ async def unpin_adapter(body: NameBody, state: State) -> JSONResponse:
 
 
 def confined_path(folder: Path | None, given: str) -> Path:
-    """The real path of an adapter's file inside the folder; InvalidRequestError for any other.
+    """The real path of an adapter's file or folder inside the folder; else InvalidRequestError.
 
     `given` is relative to the folder, or an absolute path into it. Links are followed first, so
     none leads out.
@@ -104,7 +105,7 @@ def confined_path(folder: Path | None, given: str) -> Path:
     try:
         real = (root / given).resolve()
         inside = real.is_relative_to(root)
-        found = inside and real.is_file()
+        found = inside and (real.is_file() or (real.is_dir() and real != root))
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
         inside = found = False
     if not inside:
@@ -114,7 +115,7 @@ def confined_path(folder: Path | None, given: str) -> Path:
         )
     if not found:
         raise InvalidRequestError(
-            f"lora_path: there is no file {given!r:.200} in the adapters' folder",
+            f"lora_path: there is no {given!r:.200} in the adapters' folder",
             param="lora_path",
         )
     return real
@@ -140,7 +141,11 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
     path = confined_path(state.config.adapter_dir, body.lora_path)
     state.sidecars.check(path)
     old = engine.registry.current().get(name)
-    if old is not None and not body.load_inplace:
+    loaded = old is not None and not body.load_inplace
+    if path.is_dir() and not loaded:
+        assert state.config.adapter_dir is not None
+        path = converted(state, name, path, state.config.adapter_dir.resolve())
+    if loaded:
         raise InvalidRequestError(
             f"The lora adapter '{name}' has already been loaded.",
             param="lora_name",
@@ -150,17 +155,20 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
         # Read as a whole first: should it be refused, the name goes on to mean what it meant.
         engine.model.load_adapter(path).close()
     try:
-        return engine.load_adapter(name, path, pin=bool(body.pinned), preload=True)
+        new = engine.load_adapter(name, path, pin=bool(body.pinned), preload=True)
     except LoragraphError:
         if old is not None and old.path is not None:  # no room: the old one comes back
             engine.load_adapter(name, old.path)
         raise
+    forget(state, name, new.path)
+    return new
 
 
 async def _unload(state: ServerState, body: NameBody) -> None:
     async with _changing(state, body.lora_name):
         await asyncio.to_thread(state.engine.unload_adapter, body.lora_name)
         state.forget_adapter(body.lora_name)
+        await asyncio.to_thread(forget, state, body.lora_name)
 
 
 @asynccontextmanager

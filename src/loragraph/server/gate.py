@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loragraph.server.config import ServerConfig
 from loragraph.server.errors import ApiError
-from loragraph.server.routing import MAX_BODY_KEY
+from loragraph.server.routing import MAX_BODY_KEY, discard_body
 
 PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/", "/index.html", "/favicon.ico"})
 PUBLIC_PREFIXES = ("/static/",)
@@ -58,6 +58,8 @@ class Gate:
         if error is None:
             await self._app(scope, receive, send_with_id)
         else:
+            if error.status_code == 413 and "expect" not in headers:
+                await discard_body(receive, 4 * self._config.max_body_bytes)
             await error.response(scope, receive, send_with_id)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,9 +12,11 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from loragraph.server.errors import ApiError
 
+_DISCARD_S = 3.0
 _BIG = 1 << 15  # bytes from which on parsing leaves the event loop
 MAX_BODY_KEY = "loragraph.max_body_bytes"
 """Where the gate leaves the limit in the scope."""
@@ -25,6 +28,20 @@ def parse_json(data: bytes) -> Any:
         return from_json(data, allow_inf_nan=False, cache_strings=False)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {str(error) or 'too deeply nested'}") from error
+
+
+async def discard_body(receive: Receive, n_most: int) -> None:
+    """Reads the rest of a body that is refused, within bounds.
+
+    A connection that is closed while its client still sends is reset, and the answer may be lost.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while n_most > 0:
+                message = await receive()
+                n_most -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 class JsonRequest(Request):
@@ -39,6 +56,7 @@ class JsonRequest(Request):
                 async for chunk in self.stream():
                     size += len(chunk)
                     if size > limit:
+                        await discard_body(self.receive, 4 * limit)
                         raise ApiError(
                             413,
                             f"expected a body of at most {limit} bytes, got more",
