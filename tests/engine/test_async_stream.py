@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -162,6 +163,25 @@ def test_leaving_only_the_loop_goes_on(engine: Engine) -> None:
     run(main())
 
 
+def test_events_left_unread_are_read_later(engine: Engine) -> None:
+    """Leaving the loop over events in the middle of what has come loses none."""
+
+    async def main() -> None:
+        async with await engine.asubmit(Request(PROMPT, params=GREEDY)) as stream:
+            await idle(engine)
+            found: list[Event] = []
+            for n in (1, 4):
+                async for event in stream:
+                    found.append(event)
+                    if len(found) >= n:
+                        break
+            async for events in stream.batches():
+                found += events
+            assert [one.token for one in found] == list(stream.result.tokens)
+
+    run(main())
+
+
 def test_what_is_wrong_raises_where_it_is_awaited(engine: Engine) -> None:
     """A wrong request at the submission, a deadline after the events before it."""
 
@@ -231,3 +251,44 @@ def test_the_engine_closes_under_a_reader(model: Model) -> None:
             await engine.asubmit(Request(PROMPT))
 
     run(main())
+
+
+def test_clients_that_leave_at_random(engine: Engine) -> None:
+    """Those that stay get their own text; nothing is held afterwards."""
+    rng = random.Random(4)
+    expected = {i: engine.generate(PROMPT[i:], GREEDY).text for i in range(5)}
+    closed: set[Job] = set()
+    really_close = Job.close
+
+    def close(job: Job) -> None:
+        closed.add(job)
+        really_close(job)
+
+    async def client(i: int, patience: int | None) -> None:
+        pieces: list[str] = []
+        async with await engine.asubmit(Request(PROMPT[i:], params=GREEDY, n=2)) as stream:
+            async for events in stream.batches():
+                pieces += [event.piece for event in events if event.index == 1]
+                if patience is not None and len(pieces) > patience:
+                    return
+            assert "".join(pieces) == stream.result.choices[1].text == expected[i]
+
+    async def main() -> None:
+        tasks = []
+        for _ in range(64):
+            patience = rng.choice([None, None, 0, 3, 8])
+            tasks.append(asyncio.create_task(client(rng.randrange(5), patience)))
+            if rng.random() < 0.2:
+                await asyncio.sleep(0.01)
+                rng.choice(tasks).cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert outcome is None or isinstance(outcome, asyncio.CancelledError)
+        await idle(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "close", close)
+        run(main())
+    stats = engine.stats()
+    assert stats.scheduler.n_cells_in_use == stats.scheduler.n_running == 0
+    assert len(closed) >= stats.core.n_submitted - len(expected)
+    assert engine.sequences() == ()

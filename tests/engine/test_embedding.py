@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGMLQuantizationType
 
 from loragraph.engine.embedding import POOLINGS, PooledStates, normalized
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.engine.params import SamplingParams
-from loragraph.engine.request import Embedding, Request
+from loragraph.engine.request import Embedding, Request, Score
 from loragraph.errors import BackendError, ContextLengthError, InvalidRequestError
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.setting import Setting
@@ -22,6 +25,7 @@ from tests.numerics.compare import nmse
 from tests.numerics.runs import random_tokens
 from tests.oracle.libllama import Libllama
 from tests.smollm import smollm_path
+from tests.tiny import TinyAdapter, TinyLlama
 
 PROMPT = random_tokens(50)
 BOUND = 1e-6  # NMSE: F16 cells, and products of other shapes
@@ -98,6 +102,39 @@ def test_texts_and_embeddings_share_batches(shared: Model, setting: Setting, low
     for one, expected in zip(found[1::2], alone, strict=True):
         assert isinstance(one, Embedding)
         assert nmse(one.values, expected) < BOUND
+
+
+@pytest.mark.parametrize("lowering", ["routed", "stacked"])
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0])
+def test_adapters_on_the_head_meet_the_rows_with_logits(
+    lowering: Any, kind: GGMLQuantizationType, tmp_path: Path
+) -> None:
+    """Scores beside embeddings, with unlike adapters on the head, are those without them."""
+    tiny = TinyLlama(n_embd=128, n_ff=128, weight_type=kind)
+    tiny.write(tmp_path / "m.gguf")
+    for i in range(2):
+        TinyAdapter(rank=3 + i, output=True, seed=i).write(tmp_path / f"{i}.gguf", tiny)
+    paths = {str(i): tmp_path / f"{i}.gguf" for i in range(2)}
+    mixes: list[dict[str, float]] = [{"0": 1.0}, {}, {"1": -1.0}, {"0": 0.5, "1": 1.0}]
+    with Engine(tmp_path / "m.gguf", paths, n_ctx=1024, lowering=lowering, n_threads=1) as engine:
+        makes = [
+            partial(engine._jobs.make_score, Request(PROMPT[i:], mix), 1)
+            for i, mix in enumerate(mixes)
+        ]
+        alone = [engine._client.answers([make])[0] for make in makes]
+        embed = [
+            partial(engine._jobs.make_embedding, Request(PROMPT[i:], mix), "mean", 2)
+            for i, mix in enumerate(reversed(mixes))
+        ]
+        n_steps = engine.stats().core.n_steps
+        mixed = engine._client.answers(
+            [one for pair in zip(embed, makes, strict=True) for one in pair]
+        )
+        assert engine.stats().core.n_steps == n_steps + 1
+    for one, other in zip(mixed[1::2], alone, strict=True):
+        assert isinstance(one, Score)
+        assert isinstance(other, Score)
+        assert np.allclose(one.logprobs, other.logprobs, atol=0.02)
 
 
 def test_no_head_is_computed_for_them(engine: Engine) -> None:

@@ -186,20 +186,6 @@ def test_scored_tokens_are_computed_whatever_the_tree_has() -> None:
     assert runner.scheduler.blocks.n_used == 90
 
 
-def test_deadline_ends_waiting_and_running() -> None:
-    """expire() ends whoever is late, and nobody else."""
-    runner = runner_of(max_sequences=2)
-    late = [sequence_of([1, i], deadline=5.0) for i in range(3)]
-    early = sequence_of([2], deadline=7.0)
-    runner.scheduler.add(*late, early)
-    runner.step()
-    assert runner.scheduler.expire(4.9) == []
-    assert runner.scheduler.expire(5.0) == late
-    assert {one.finish_reason for one in late} == {"abort"}
-    runner.finish_all()
-    assert early.finish_reason == "length"
-
-
 def test_failed_step_ends_what_runs_and_forgets_the_cells() -> None:
     """After a step that did not run, no cell of it can be found, and what waits goes on."""
     runner = runner_of(max_sequences=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
@@ -89,6 +90,7 @@ class AsyncStream:
         self.prompt_tokens = tuple(prompt_tokens)
         self._mailbox = mailbox
         self._cancel = cancel
+        self._unread: deque[Event] = deque()
         self._answer: Answer | None = None
         self._error: LoragraphError | None = None
         self._ended = False
@@ -102,29 +104,14 @@ class AsyncStream:
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Lists of events, none empty; raises what ended the request, after its last events."""
-        while not self._ended:
-            try:
-                outcomes = await self._mailbox.take()
-            except BaseException:  # the task was cancelled
-                self.close()
-                raise
-            events = [one for one in outcomes if isinstance(one, Event)]
-            last = outcomes[-1]
-            if not isinstance(last, Event):
-                self._ended = True
-                if isinstance(last, LoragraphError):
-                    self._error = last
-                else:
-                    self._answer = last
-            if events:
-                yield events
-        if self._error is not None:
-            raise self._error
+        while await self._has_unread():
+            events = list(self._unread)
+            self._unread.clear()
+            yield events
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        async for events in self.batches():
-            for event in events:
-                yield event
+        while await self._has_unread():
+            yield self._unread.popleft()
 
     async def wait(self) -> Result:
         """Reads all events there are to come, and gives the result."""
@@ -147,6 +134,27 @@ class AsyncStream:
         if not self._ended:
             self._ended = True
             self._cancel()
+
+    async def _has_unread(self) -> bool:
+        """Waits until there is an event; False after the last one, or the error in its place."""
+        while not self._unread and not self._ended:
+            try:
+                outcomes = await self._mailbox.take()
+            except BaseException:  # the task was cancelled
+                self.close()
+                raise
+            for outcome in outcomes:
+                if isinstance(outcome, Event):
+                    self._unread.append(outcome)
+                    continue
+                self._ended = True
+                if isinstance(outcome, LoragraphError):
+                    self._error = outcome
+                else:
+                    self._answer = outcome
+        if not self._unread and self._error is not None:
+            raise self._error
+        return bool(self._unread)
 
     def _known_answer(self) -> Answer:
         if self._error is not None:

@@ -146,17 +146,6 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
 
-    def expire(self, now: float) -> list[Sequence]:
-        """Ends with "abort" whoever's deadline is over by `now`, and returns them."""
-        late = [
-            one
-            for one in [*self.running, *self.waiting()]
-            if one.deadline is not None and one.deadline <= now
-        ]
-        for sequence in late:
-            self.finish(sequence, "abort")
-        return late
-
     def schedule(self, ready: Ready = lambda sequence: True) -> StepPlan:
         """The next step. Its tokens count as computed from now on; `complete` or `fail` it."""
         assert not self._in_step, "the last step was neither completed nor failed"

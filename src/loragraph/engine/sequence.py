@@ -45,7 +45,6 @@ class Sequence:
     segments: tuple[Segment, ...]
     max_tokens: int  # generated tokens at most
     salt: str = ""
-    deadline: float | None = None  # on the caller's clock, see Scheduler.expire
     logits_from: int | None = None  # results of all tokens from here on are wanted
     gives_states: bool = False  # states instead of logits, for embeddings
     status: Status = Status.WAITING

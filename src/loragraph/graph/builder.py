@@ -70,8 +70,6 @@ class Builder:
 
         The base product of a folded weight reads the rotated x, the low-rank part the plain one.
         """
-        y = self._products.mul_mat(self.ops, w, self._rotated(w, x))
-        """W x w_s + low-rank part + bias: F32 [n_out, n] of x F32 [n_in, n]."""
         if w.name == OUTPUT and self._n_states:
             self.state = self._take(x)
             n_logits = x.ne[1] - self._n_states
@@ -79,7 +77,7 @@ class Builder:
                 return x  # in place of logits that nobody reads
             x = self.ops.view(x, (x.ne[0], n_logits), (int(x.ptr.nb[1]),))
             self._rows = RowSet.LOGITS
-        y = self._products.mul_mat(self.ops, w, x)
+        y = self._products.mul_mat(self.ops, w, self._rotated(w, x))
         if w.scale is not None:  # belongs to the base product alone
             y = self.ops.mul(y, w.scale.tensor)
         y = self._lowering.linear(self.ops, w, x, y, self._rows)

@@ -124,7 +124,8 @@ def _adapters(runs: list[Run]) -> list[dict[str, Any]]:
         for name, scale in run.mix.scales.items():
             if scale != 0:
                 found.setdefault((name, scale), None)
-        for use in run.result.adapters if run.result is not None else ():
+        answer = run.embedding if run.result is None else run.result
+        for use in answer.adapters if answer is not None else ():
             found[use.name, use.scale] = use.generation
     return [
         {"name": name, "generation": generation, "scale": scale}

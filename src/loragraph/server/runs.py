@@ -194,7 +194,7 @@ async def while_connected(request: HttpRequest, work: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            raise ApiError(400, "the client is gone")  # which nobody reads
+            raise ApiError(499, "the client is gone")  # which only the log reads
         return task.result()
     finally:
         for one in (task, gone):

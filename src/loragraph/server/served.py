@@ -15,7 +15,7 @@ class Served:
     """A request to the engine at its end."""
 
     adapters: tuple[str, ...] = ()  # names; (): the base
-    outcome: str = "stop"  # the first choice's finish reason, "abort" or "error"
+    outcome: str = "stop"  # the first choice's finish reason, "embedding", "abort" or "error"
     n_prompt: int = 0
     n_cached: int = 0  # of the prompt
     n_generated: int = 0  # in all choices
@@ -29,6 +29,17 @@ class Served:
 def served_of(run: Run) -> Served:
     """A run's numbers. One that was left, or failed, has those that are known here."""
     names = tuple(name for name, scale in run.mix.scales.items() if scale != 0)
+    if run.embedding is not None:
+        found = run.embedding
+        return Served(
+            names,
+            "embedding",
+            n_prompt=found.n_prompt,
+            n_cached=found.n_cached,
+            n_longest=found.n_prompt,
+            queued_s=found.timings.queued_s,
+            prompt_s=found.timings.prompt_s,
+        )
     result = run.result
     if result is None and isinstance(run.error, DeadlineError):
         result = run.error.result if isinstance(run.error.result, Result) else None

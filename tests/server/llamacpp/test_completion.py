@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -304,51 +302,3 @@ def test_unknown_fields_mean_nothing(http: httpx.Client) -> None:
     extra = {"image_data": [], "n_keep": 5, "id_slot": 3, "whatever": {"a": 1}, "top_k": None}
 
     assert post(http, **extra)["content"] == post(http)["content"]
-
-
-def test_a_time_limit_ends_it_after_a_line(http: httpx.Client) -> None:
-    """t_max_predict_ms counts from the first token, and waits for a line break."""
-    own = {"grammar": 'root ::= "a\\n" [b]+', "n_predict": 1000, "t_max_predict_ms": 1}
-    # on a busy machine the engine may be done before the server's thread gets its turn
-    answers = [post(http, **own) for _ in range(5)]
-    line = min(answers, key=lambda answer: int(answer["tokens_predicted"]))
-    none = post(http, grammar="root ::= [b]+", n_predict=50, t_max_predict_ms=1)
-
-    assert line["content"].startswith("a\nb")
-    assert (line["stop_type"], line["has_new_line"]) == ("limit", True)
-    assert line["tokens_predicted"] < 1000
-    assert none["tokens_predicted"] == 50
-
-
-def test_a_stream_that_is_left_frees_everything(http: httpx.Client, served: Served) -> None:
-    """One of several prompts too: no sequence goes on for nobody."""
-    body = {"prompt": ["hello", "world"], **GREEDY, "n_predict": 900, "stream": True}
-    before = served.engine.stats().core.n_aborted
-    with http.stream("POST", "/completion", json=body) as answer:
-        next(answer.iter_lines())
-    deadline = time.monotonic() + 10
-    while served.engine.stats().core.n_aborted < before + 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-    assert served.engine.stats().core.n_aborted == before + 2
-
-
-def test_an_answer_that_nobody_waits_for_ends(served: Served) -> None:
-    """A client that goes before its whole answer is there cancels it."""
-    before = served.engine.stats().core.n_aborted
-
-    def ask() -> None:
-        body = {"prompt": "hello", **GREEDY, "n_predict": 1000}
-        with served.client() as http, pytest.raises(httpx.TimeoutException):
-            http.post("/completion", json=body, timeout=0.05)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    deadline = time.monotonic() + 10
-    while served.engine.stats().core.n_aborted < before + 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-    assert served.engine.stats().core.n_aborted == before + 3

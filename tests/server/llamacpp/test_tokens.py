@@ -120,6 +120,9 @@ def test_the_prompt_gives_the_chats_answer(http: httpx.Client) -> None:
     own = {"temperature": 0, "max_tokens": 8}
     chat = http.post("/v1/chat/completions", json={"messages": messages, **own}).json()
     completion = http.post("/completion", json={"prompt": prompt, **own}).json()
+    counted = http.post("/v1/chat/completions/input_tokens", json={"messages": messages}).json()
 
     assert completion["content"] == chat["choices"][0]["message"]["content"]
     assert completion["tokens_evaluated"] == chat["usage"]["prompt_tokens"]
+    n_prompt = chat["usage"]["prompt_tokens"]
+    assert counted == {"input_tokens": n_prompt, "object": "response.input_tokens"}

@@ -127,10 +127,12 @@ def final_json(
     return answer if not asked.fields else nested_values(answer, asked.fields)
 
 
-def chunk_json(asked: Asked, event: Event, vocab: Vocab, n_predicted: int) -> dict[str, Any]:
+def chunk_json(
+    asked: Asked, event: Event, index: int, vocab: Vocab, n_predicted: int
+) -> dict[str, Any]:
     """What one token adds to a stream."""
     chunk: dict[str, Any] = {
-        "index": event.index,
+        "index": index,
         "content": event.piece,
         "tokens": [] if event.token is None else [event.token],
         "stop": False,

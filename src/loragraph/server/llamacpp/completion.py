@@ -247,8 +247,7 @@ class _Stream:
                 continue  # no text, and no token of the text
             index = number * run.request.n + event.index
             count = self._counts[index] = self._counts.get(index, 0) + 1
-            shown = replace(event, index=index)
-            chunks.append(chunk_json(asked, shown, self._vocab, count))
+            chunks.append(chunk_json(asked, event, index, self._vocab, count))
         return chunks
 
     def ends(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template: text to tokens and back, without computing."""
+"""POST /tokenize, /detokenize, /apply-template: text to tokens and back, without computing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from loragraph.server.gate import ApiKey
-from loragraph.server.mixes import resolve_mix
+from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.openai.fields import TemplateBody
-from loragraph.server.prompts import chat_text
+from loragraph.server.prompts import chat_prompt, chat_text
 from loragraph.server.routing import api_router
 from loragraph.server.state import ServerState, State
 from loragraph.vocab.vocab import Vocab
@@ -52,6 +52,7 @@ class ApplyTemplateBody(TemplateBody):
     model: str | None = None
     lora: Any = None
     adapters: Any = None
+    adapter_defaults: bool | None = None
 
 
 @router.post("/tokenize")
@@ -71,6 +72,14 @@ async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
 async def apply_template(body: ApplyTemplateBody, state: State, key: ApiKey) -> dict[str, Any]:
     """The prompt that a chat becomes, with the defaults of the adapters it names."""
     return {"prompt": await asyncio.to_thread(_render, state, body, key)}
+
+
+@router.post("/v1/chat/completions/input_tokens")
+@router.post("/chat/completions/input_tokens", include_in_schema=False)
+async def input_tokens(body: ApplyTemplateBody, state: State, key: ApiKey) -> dict[str, Any]:
+    """How many tokens the prompt of a chat has."""
+    n = await asyncio.to_thread(_count, state, body, key)
+    return {"input_tokens": n, "object": "response.input_tokens"}
 
 
 def tokenize_mixed(
@@ -108,6 +117,20 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
+def _mix(state: ServerState, body: ApplyTemplateBody, key: str) -> RequestMix:
+    return resolve_mix(
+        state,
+        body.model,
+        body.lora,
+        body.adapters,
+        key=key,
+        adapter_defaults=body.adapter_defaults,
+    )
+
+
 def _render(state: ServerState, body: ApplyTemplateBody, key: str) -> str:
-    mix = resolve_mix(state, body.model, body.lora, body.adapters, key=key)
-    return chat_text(state, mix, body)
+    return chat_text(state, _mix(state, body, key), body)
+
+
+def _count(state: ServerState, body: ApplyTemplateBody, key: str) -> int:
+    return len(chat_prompt(state, _mix(state, body, key), body).tokens)
