@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,12 +22,20 @@ from benchmarks.engine import Row, speed_rows
 from benchmarks.real_models import known_models
 from benchmarks.sides import Settings, Side, SideName, open_side, prepare
 from tests.tiny import TinyAdapter, TinyModel
+from tests.tiny_experts import TINY_EXPERTS
 from tests.tiny_families import TINY_FAMILIES
 
-SIZES = {
+SIZES: Mapping[str, dict[str, Any]] = {
     "small": {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_head_kv": 4, "n_ff": 1536},
     "tiny": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_head_kv": 2, "n_ff": 256},
 }
+EXPERTS = {
+    "small": {"n_expert": 16, "n_used": 4, "n_ff_exp": 512, "n_ff": 512},
+    "tiny": {"n_expert": 8, "n_used": 2, "n_ff_exp": 128, "n_ff": 128},
+}
+_LATENT = {"n_lora_q": 256, "n_lora_kv": 128, "n_nope": 64, "n_value": 64, "rope_dim": 32}
+_WITH_EXPERTS = {"mixtral" if arch == "llama" else arch: arch for arch in TINY_EXPERTS}
+_ALL = (*TINY_FAMILIES, *_WITH_EXPERTS)
 _HEAD_DIM, _N_VOCAB = 64, 2048
 _ASKED = 0.95  # of libllama's speed
 
@@ -34,8 +43,12 @@ _ASKED = 0.95  # of libllama's speed
 def random_model(arch: str, size: str, type_: str) -> TinyModel:
     """A family's model with heads of 64, whatever its tests have."""
     weight_type = gguf.GGMLQuantizationType[type_]
-    return TINY_FAMILIES[arch](
-        **SIZES[size],
+    family, sizes = TINY_FAMILIES.get(arch), SIZES[size]
+    if family is None:
+        family = TINY_EXPERTS[_WITH_EXPERTS[arch]]
+        sizes = sizes | EXPERTS[size] | (_LATENT if arch == "deepseek2" else {})
+    return family(
+        **sizes,
         head_dim=_HEAD_DIM,
         n_vocab=_N_VOCAB,
         n_ctx_train=4096,
@@ -112,7 +125,7 @@ def run(args: argparse.Namespace, report: Callable[[Row], None]) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table, writes JSON where asked."""
     parser = argparse.ArgumentParser(prog="scripts/bench families", description=__doc__)
-    parser.add_argument("--families", default=",".join(TINY_FAMILIES), help="'' for none")
+    parser.add_argument("--families", default=",".join(_ALL), help="'' for none")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--type", default="Q4_0", help="of the random models' matrices")
     parser.add_argument("--real", type=Path, action="append", default=[], help="a GGUF base")

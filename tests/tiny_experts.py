@@ -24,6 +24,8 @@ class TinyExperts(TinyModel):
     n_used: int = 2
     n_ff_exp: int = 32
     n_ff_shared: int = 0
+    n_group: int = 0  # groups of experts, the best of which are searched; 0: no key
+    n_group_used: int = 0
     fused_experts: bool = False  # gate and up in one stack
     router_bias: bool = False
     expert_bias: bool = False
@@ -47,11 +49,15 @@ class TinyExperts(TinyModel):
         return {n: s for n, s in dense.items() if not n.startswith("ffn_")} | self.expert_matrices()
 
     def own_keys(self) -> dict[str, Value]:
-        return {
+        keys: dict[str, Value] = {
             "expert_count": self.n_expert,
             "expert_used_count": self.n_used,
             "expert_feed_forward_length": self.n_ff_exp,
         }
+        if self.n_group:
+            keys["expert_group_count"] = self.n_group
+            keys["expert_group_used_count"] = self.n_group_used
+        return keys
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
@@ -165,8 +171,6 @@ class TinyDeepSeek2(TinyExperts):
     norm_weights: bool | None = None
     weights_scale: float = 0.0
     selection_bias: bool = False
-    n_group: int = 0
-    n_group_used: int = 0
     yarn_log_multiplier: float = 0.0
 
     arch = "deepseek2"
@@ -231,8 +235,6 @@ class TinyDeepSeek2(TinyExperts):
             "attention.q_lora_rank": self.n_lora_q,
             "expert_gating_func": self.gating,
             "expert_weights_scale": self.weights_scale,
-            "expert_group_count": self.n_group,
-            "expert_group_used_count": self.n_group_used,
             "rope.scaling.yarn_log_multiplier": self.yarn_log_multiplier,
         }
         keys |= {name: value for name, value in optional.items() if value}
@@ -287,6 +289,7 @@ EXPERT_VARIANTS: Mapping[str, TinyModel] = {
     "qwen2moe": TinyQwen2MoE(),
     "qwen3moe": TinyQwen3MoE(),
     "qwen3moe all experts": TinyQwen3MoE(n_used=6, tied=True),
+    "qwen3moe groups": TinyQwen3MoE(n_expert=9, n_group=3, n_group_used=2),
     "granitemoe": TinyGraniteMoE(),
     "granitemoe shared": TinyGraniteMoE(n_ff_shared=48, tied=True, attn_bias=True),
     "granite with experts": TinyGraniteWithExperts(),

@@ -236,5 +236,5 @@ VARIANTS: Mapping[str, TinyModel] = {
     "smollm3": TinySmolLM3(),
     "smollm3, tied, yarn": TinySmolLM3(tied=True, rope_scaling="yarn"),
 }
-"""Every family with its optional parts on and off, all with windows and scaling that 200 tokens
+"""Every family with its optional parts on and off, all with windows and scaling that 140 tokens
 cross."""

@@ -14,7 +14,13 @@ from loragraph.engine.one_call import generate
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import AdapterUse, Choice, Embedding, Event, Request, Result, Score
 from loragraph.errors import LoragraphError
+from loragraph.tools.combine import combine_files
 from loragraph.tools.convert import convert
+from loragraph.tools.doctor import diagnose
+from loragraph.tools.extract import extract
+from loragraph.tools.merge import merge
+from loragraph.tools.plan import plan
+from loragraph.tools.resize import resize_file
 
 __all__ = [
     "Adapter",
@@ -37,8 +43,14 @@ __all__ = [
     "Score",
     "Timings",
     "TokenLogprob",
+    "combine_files",
     "convert",
+    "diagnose",
+    "extract",
     "generate",
+    "merge",
+    "plan",
+    "resize_file",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

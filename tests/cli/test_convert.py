@@ -72,3 +72,34 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "peft_type is IA3" in done.stderr
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "peft_variants"
+
+
+def test_run_takes_a_peft_folder(tmp_path: Path) -> None:
+    """--lora FOLDER answers as the converted file does, and leaves no file behind."""
+    base, folder, out = GOLDEN / "untied.gguf", GOLDEN / "dora", tmp_path / "a.gguf"
+    assert run(folder, "--base", base, "-o", out)[0] == 0
+    flags = ["-p", "the thing", "-t", "1", "-c", "64", "-n", "12", "--temp", "0", "--ignore-eos"]
+    texts = []
+    for adapter in (folder, out):
+        words = ["run", str(base), *flags, "--json", "--lora", str(adapter)]
+        result = CliRunner(env={"TMPDIR": str(tmp_path)}).invoke(app, words)
+        assert result.exit_code == 0, result.output
+        texts.append(json.loads(result.stdout)["text"])
+    assert texts[0] == texts[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf"]
+
+
+def test_run_says_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+    """A folder without an adapter is one line, exit status 2."""
+    words = ["run", str(GOLDEN / "untied.gguf"), "-p", "x", "-t", "1", "--lora", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "loragraph.cli.main", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "expected a file adapter_config.json" in done.stderr

@@ -40,6 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_files(folder, TinyLlama(n_ctx_train=4096))
     (folder / "keys.txt").write_text("first\n\n second \n")
     (folder / "none.txt").write_text("\n")
+    (folder / "mixed").mkdir()
+    (folder / "mixed" / "good.gguf").write_bytes((folder / "adapters/alpha.gguf").read_bytes())
+    (folder / "mixed" / "bad.gguf").write_bytes(b"no GGUF")
     return folder
 
 
@@ -157,6 +160,14 @@ def test_it_prints_what_it_loaded_and_drains(folder: Path) -> None:
     assert n_events[0] > 100
     assert -1 not in n_events
     assert status == 0
+
+
+def test_files_of_the_folder_that_cannot_be_used(folder: Path) -> None:
+    """They are told at the start, and the others are served."""
+    with serve(folder, "--lora-dir", "mixed") as one:
+        assert re.search(r"good .* 14 of 16", one.output)
+        assert re.search(r"^refused .*bad\.gguf", one.output, re.MULTILINE)
+        assert httpx.get(f"{one.url}/health").status_code == 200
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])

@@ -24,6 +24,7 @@ from tests.tiny_experts import (
     TinyQwen2MoE,
     TinyQwen3MoE,
 )
+from tests.tiny_families import VARIANTS
 from tests.tiny_fold import Folding, folded_tensors
 
 Q = GGMLQuantizationType
@@ -55,7 +56,7 @@ class Base:
 
 
 def bases() -> list[Base]:
-    """Models with each option of the family and each kind of weight type."""
+    """Models of every family, with each option of llama and each kind of weight type."""
     wide: dict[str, Any] = {"n_layer": 1, "n_embd": 256, "n_ff": 256, "n_head": 4}
     forms = [
         TinyLlama(n_layer=1),
@@ -79,7 +80,8 @@ def bases() -> list[Base]:
         TinyDeepSeek2(n_layer=2, absorbed=False, n_expert=8, n_group=4, n_group_used=2),
     ]
     folded = [(TinyLlama(n_layer=1), Folding(latent=True)), (TinyLlama(tied=True), _TIED)]
-    return [Base.of(form) for form in forms] + [_folded(*one) for one in folded]
+    shallow = [model for model in VARIANTS.values() if model.n_layer < 40]
+    return [Base.of(form) for form in (*forms, *shallow)] + [_folded(*one) for one in folded]
 
 
 _TIED = Folding(tied=True, block_size=16)
@@ -284,6 +286,10 @@ KEYS = (
     *("llama.attention.value_length", "llama.rope.scaling.factor", "llama.rope.scaling.type"),
     *("llama.rope.scaling.attn_factor", "llama.rope.scale_linear", "llama.rope.freq_base"),
     *("llama.rope.scaling.original_context_length", "llama.attention.head_count_kv"),
+    *("llama.attention.sliding_window", "llama.attention.sliding_window_pattern"),
+    *("llama.attn_logit_softcapping", "llama.final_logit_softcapping", "llama.logit_scale"),
+    *("llama.rope.freq_base_swa", "llama.rope.scaling.finetuned", "llama.rope.dimension_count"),
+    *("llama.embedding_scale", "llama.residual_scale", "llama.attention.scale"),
     *("split.count", "split.no", "general.alignment", "general.name", "x" * 70, "a\0b"),
     *("tokenizer.ggml.pre", "tokenizer.ggml.suppress_tokens", "tokenizer.ggml.eot_token_id"),
     *("tokenizer.ggml.add_eos_token", "tokenizer.ggml.precompiled_charsmap"),

@@ -68,6 +68,14 @@ def corpus() -> list[bytes]:
             adapter_metadata(adapter__lora__task_name="fuzz"),
             pair("blk.0.ffn_up_exps.weight", n_out=N_FF, rank=32, n_expert=N_EXPERT, type_=Q8_0),
         ),
+        gguf_bytes(
+            adapter_metadata(),
+            pair("blk.0.attn_q.weight")
+            | {
+                "blk.0.attn_q.weight.lora_magnitude": tensor(np.ones(N_EMBD)),
+                "blk.0.attn_q.weight.lora_bias": tensor(np.ones(N_EMBD)),
+            },
+        ),
         gguf_bytes(vocabulary, base),
     ]
 

@@ -118,7 +118,7 @@ def computed(make: Callable[[RoutingOps, list[Tensor]], Tensor], *arrays: NDArra
     with (
         TensorContext(lib, len(arrays)) as inputs,
         TensorContext(lib, 32, 32) as ctx,
-        CpuBackend(lib, 2) as backend,
+        CpuBackend(lib, 1) as backend,
         GraphAllocator(lib) as allocator,
     ):
         types = [F32 if array.dtype == np.float32 else I32 for array in arrays]

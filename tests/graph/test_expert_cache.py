@@ -125,7 +125,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeCache]]:
 
     def with_cache(*parts: Any) -> Any:
         made.append(FakeCache(load_library()))
-        return plain(*parts, lambda: made[-1])
+        return plain(*parts, experts=lambda: made[-1])
 
     monkeypatch.setattr("loragraph.engine.assembly.Runner", with_cache)
     yield made

@@ -164,7 +164,9 @@ class Bench:
             Stretches.of_one(0, len(mixes)),
         )
 
-    def run(self, one: Case, lowering: Lowering, *, scaled: bool = False) -> list[NDArray[Any]]:
+    def run(
+        self, one: Case, lowering: Lowering, *, scaled: bool = False, n_threads: int = 1
+    ) -> list[NDArray[Any]]:
         """Products with both stacks, (n, n_used, n_out) each."""
         n, n_used = one.ids.shape
         batch = self.batch(one)
@@ -174,7 +176,7 @@ class Bench:
         with (
             TensorContext(lib, 2) as inputs,
             TensorContext(lib, 128, 128) as ctx,
-            CpuBackend(lib, 2) as backend,
+            CpuBackend(lib, n_threads) as backend,
             GraphAllocator(lib) as allocator,
         ):
             x = inputs.new_tensor(F32, (N_IN, one.x.shape[1], n), "x")
@@ -256,6 +258,16 @@ def test_tokens_with_unlike_mixes_share_a_batch(
         alone = bench.run(one.alone(token), lowering)
         for single, result in zip(alone, results, strict=True):
             np.testing.assert_array_equal(single[0], result[token])
+
+
+def test_threads_change_no_bit(bench: Bench) -> None:
+    """The nodes that route, shrink and expand wait for each other: two threads give one's bits."""
+    one = case(16, 3, [(1.0, 0.0), (0.5, 2.0)], wide=True)
+    lowering = bench.lowering("routed")
+    expected = bench.run(one, lowering)
+    for _ in range(10):
+        for result, other in zip(bench.run(one, lowering, n_threads=2), expected, strict=True):
+            np.testing.assert_array_equal(result, other)
 
 
 @pytest.mark.parametrize("name", ["routed", "stacked"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from loragraph.adapters.mix import EMPTY_MIX
 from loragraph.graph.batch import Batch
@@ -58,6 +59,16 @@ def test_window_keeps_the_last_positions() -> None:
     nothing = Stretches.of_views(RUNS, FIRST, VIEWS).windowed(positions, 1)
     assert nothing.row_ptr.tolist() == [0, 0, 2, 3]
     assert cells_seen(nothing, 3) == [[20], [21], [5]]
+
+
+@pytest.mark.parametrize("n_swa", [1, 3, 7, 8, 100, 2**31 - 1])
+@pytest.mark.parametrize(("first", "n_tokens"), [(0, 1), (0, 8), (5, 3), (7, 1)])
+def test_a_window_over_one_stretch(first: int, n_tokens: int, n_swa: int) -> None:
+    """Whether the window reaches back to the start or not, a row sees its newest positions."""
+    positions = np.arange(first, first + n_tokens, dtype=np.int32)
+    windowed = Stretches.of_one(first, n_tokens).windowed(positions, n_swa)
+    expected = [list(range(max(0, p + 1 - n_swa), p + 1)) for p in positions.tolist()]
+    assert cells_seen(windowed, n_tokens) == expected
 
 
 def test_batch_of_one_is_causal() -> None:

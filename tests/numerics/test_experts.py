@@ -187,10 +187,10 @@ def test_each_token_carries_its_own_adapters(
     reference = ReferenceExperts.read(files.base, 256)
     scales = SCALES[WHICH].T
     expected = reference.logits(TOKENS[: len(WHICH)], list(zip(files.arrays, scales, strict=True)))
-    with Model.load(files.base, n_threads=2) as loaded:
+    with Model.load(files.base, n_threads=1) as loaded:
         adapters = [loaded.load_adapter(path) for path in files.adapters]
         mixes = [Mix(dict(zip(adapters, row, strict=True))) for row in SCALES.tolist()]
-        with open_context(loaded, lowering=lowering, n_threads=2) as context:
+        with open_context(loaded, lowering=lowering) as context:
             context.set_adapters(dict.fromkeys(adapters, 1.0))
             actual = step(context, mixes, WHICH)
             assert nmse(actual, expected) <= EXACT_BOUND
@@ -226,5 +226,8 @@ def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None
     for lowering in LOWERINGS:
         actual = loragraph_logits(files.base, files.adapters, CASES, tokens, lowering=lowering)
         for scales in CASES:
-            allowed = 0 if same_bits(tiny, "exact", lowering, scales) else TYPES[type]
+            same = same_bits(tiny, "exact", lowering, scales)
+            # Beside the branch, quantised products may be the kernel's.
+            same = same and (lowering == "branch" or type == "F16")
+            allowed = 0 if same else TYPES[type]
             assert nmse(actual[scales], expected[scales]) <= allowed, (lowering, scales)

@@ -32,7 +32,7 @@ from tests.reference.merge import merge
 from tests.tiny import TinyAdapter, TinyModel
 from tests.tiny_families import TINY_FAMILIES, VARIANTS
 
-TOKENS = random_tokens(200)
+TOKENS = random_tokens(140)
 N_CTX = 256
 CASES: tuple[Scales, ...] = ((0, 0), (1, 0), (-0.5, 0), (0.5, 1))
 CELLS = Mode("f32", "cells")
@@ -84,10 +84,10 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
 @pytest.mark.parametrize("mode", MODES)
 def test_agrees_with_libllama(mode: str, files: Files) -> None:
     """Base, one adapter of every matrix, and two: with the order of operations equal the bits are,
-    otherwise the logits are within the bound, in every lowering."""
+    otherwise the logits are within the bound, in every lowering (by default: branch and routed)."""
     tokens = tokens_of(files.model)
     expected = libllama_logits(files.base, files.adapters, CASES, tokens, MODES[mode])
-    for lowering in LOWERINGS:
+    for lowering in LOWERINGS if mode == "exact" else LOWERINGS[:2]:
         actual = loragraph_logits(
             files.base, files.adapters, CASES, tokens, MODES[mode], lowering=lowering
         )

@@ -93,12 +93,15 @@ def test_an_absolute_path_into_the_folder(served: Served, http: httpx.Client) ->
         "/" * 100,
     ],
 )
-def test_other_paths_are_refused(http: httpx.Client, path: str) -> None:
-    """Nothing outside of the folder, nothing that is no adapter, and no half loaded name."""
+def test_other_paths_are_refused(served: Served, http: httpx.Client, path: str) -> None:
+    """Nothing outside of the folder, nothing that is no adapter, and no half loaded name; where
+    the server keeps its files is not told.
+    """
     answer = http.post(LOAD, json={"lora_name": "x", "lora_path": path})
 
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+    assert str(served.folder) not in answer.text
     assert http.get("/v1/models/x").status_code == 404
 
 

@@ -226,3 +226,18 @@ def test_an_adapter_with_a_wrong_sidecar_is_not_loaded(tmp_path: Path) -> None:
     assert unchanged is before
     assert loaded.status_code == 200
     assert answer["tokens_predicted"] == 2
+
+
+def test_a_default_grammar_holds_until_a_request_brings_its_own(tmp_path: Path) -> None:
+    """On llama-server's and OpenAI's routes alike."""
+    write_files(tmp_path)
+    sidecar = tmp_path / "adapters" / "alpha.toml"
+    sidecar.write_text("""[sampling]\ngrammar = 'root ::= "yes"'\n""")
+    own = {"grammar": 'root ::= "no"', "model": "alpha"}
+    with serving(tmp_path) as served, served.client() as http:
+        first = good(http, "/completion", {"prompt": "a", "model": "alpha"})
+        second = good(http, "/completion", {"prompt": "a", **own})
+        third = good(http, "/v1/completions", {"prompt": "a", "model": "alpha"})
+
+    assert (first["content"], second["content"]) == ("yes", "no")
+    assert third["choices"][0]["text"] == "yes"

@@ -220,12 +220,50 @@ def test_wrong_conversions_are_named(tmp_path: Path) -> None:
     assert "use_rslora was ignored" in message(found, "peft")
 
 
-def test_without_torch_the_comparison_of_logits_is_skipped_aloud(tmp_path: Path) -> None:
+def test_peft_logits_are_judged_by_what_the_bases_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter may differ as much as the base does, rounding included, and no more."""
+    from loragraph.tools.doctor import peft_logits
+
+    path, _ = converted("plain", tmp_path)
+    rng = np.random.default_rng(0)
+    seen: dict[str, Any] = {}
+
+    def check(base: Path, folder: Path, tokens: Any, rows: Any, found: Diagnosis) -> None:
+        seen["rows"] = rows
+        monkeypatch.setattr(peft_logits, "_PACKAGES", ())
+        for noise, level in ((1e-4, "fact"), (1e-1, "problem")):
+            theirs = tuple(
+                one * (1 + scale * rng.standard_normal(one.shape))
+                for one, scale in zip(rows, (1e-4, noise), strict=True)
+            )
+            monkeypatch.setattr(peft_logits, "_peft_rows", lambda *_args, t=theirs: t)
+            one = Diagnosis()
+            peft_logits.check_logits(base, folder, tokens, rows, one)
+            assert [finding.level for finding in one.findings] == [level]
+
+        def cannot(*_args: object) -> None:
+            raise ValueError("GGUF model with architecture foo\nis not supported yet.")
+
+        monkeypatch.setattr(peft_logits, "_peft_rows", cannot)
+        peft_logits.check_logits(base, folder, tokens, rows, found)
+
+    monkeypatch.setattr("loragraph.tools.doctor.check_logits", check)
+    found = diagnose(base_of("plain"), path, peft=GOLDEN / "plain", n_threads=1)
+    assert len(seen["rows"]) == 2
+    assert "foo is not supported yet" in message(found, "peft logits", "fact")
+    assert levels(found, "strength") == ["fact"]  # settled by the folder
+
+
+def test_without_torch_the_comparison_of_logits_is_skipped_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fact says so; the comparison of the changes themselves needs no torch."""
-    pytest.importorskip("gguf")
+    monkeypatch.setattr("loragraph.tools.doctor.peft_logits._PACKAGES", ("no_such_package",))
     path, _ = converted("plain", tmp_path)
     found = diagnose(base_of("plain"), path, peft=GOLDEN / "plain", n_threads=1)
-    assert levels(found, "peft logits") == ["fact"]
+    assert "no_such_package not installed" in message(found, "peft logits", "fact")
 
 
 def test_inner_products_of_factors() -> None:

@@ -57,16 +57,15 @@ def adapter(path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(not hasattr(os, "preadv"), reason="the system has no such calls")
 def test_peak_memory_is_a_few_tensors(tmp_path: Path) -> None:
     """At most three times the largest tensor and 200 MB, for a model larger than that."""
     base, lora = sparse_base(tmp_path / "base.gguf"), adapter(tmp_path / "a.gguf")
     program = """
-        import json, resource, sys
+        import json, sys
+        from benchmarks.memory import peak_bytes
         from loragraph.tools.merge import merge
         merge(sys.argv[1], {sys.argv[2]: 1.0}, sys.argv[3], type="f16", n_threads=2)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(json.dumps(peak * (1 if sys.platform == "darwin" else 1024)))
+        print(json.dumps(peak_bytes()))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     command += map(str, (base, lora, tmp_path / "out.gguf"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -177,3 +178,39 @@ def test_threads_have_budgets_of_their_own() -> None:
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda n: template.render([{"content": str(n)}]), range(8)))
     assert texts == [str(n) * 1000 for n in range(8)]
+
+
+GEMMA_LIKE = (
+    "{{ bos_token }}{% set intro = '' %}{% set turns = messages %}"
+    "{% if messages[0].role == 'system' %}"
+    "{% set intro = messages[0].content + '\n\n' %}{% set turns = messages[1:] %}{% endif %}"
+    "{% for turn in turns %}"
+    "{% if (turn.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set role = 'model' if turn.role == 'assistant' else turn.role %}"
+    "<start_of_turn>{{ role }}\n{{ intro if loop.first }}"
+    "{% if turn.content is string %}{{ turn.content | trim }}"
+    "{% elif turn.content is iterable %}{% for part in turn.content %}"
+    "{{ part.text | trim if part.type == 'text' }}{% endfor %}"
+    "{% else %}{{ raise_exception('no content') }}{% endif %}"
+    "<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+def test_a_template_of_gemmas_kind() -> None:
+    """No system role but an intro of the first turn, "model" for the assistant, content in parts,
+    and an error of its own for turns out of order."""
+    template = ChatTemplate(GEMMA_LIKE, "<bos>", "<eos>")
+    chat: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": " hi "}]},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "bye"},
+    ]
+    assert template.render(chat) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\nHello."
+        "<end_of_turn>\n<start_of_turn>user\nbye<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        template.render([*chat, {"role": "user", "content": "again"}])

@@ -9,6 +9,7 @@ base does nothing without one. Messages keep llama.cpp's phrases, since people s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from loragraph.adapters.base import TOKEN_EMBD, BaseInfo, TargetKind, target_kind
@@ -20,6 +21,7 @@ from loragraph.adapters.draft import (
     DraftPair,
 )
 from loragraph.adapters.values import TYPE_NAMES, Bytes, all_finite
+from loragraph.adapters.vector_checks import bias_in_range, tied_magnitude, vectors
 from loragraph.errors import (
     AdapterFormatError,
     AdapterMismatchError,
@@ -27,10 +29,11 @@ from loragraph.errors import (
     UnsupportedError,
 )
 from loragraph.ggml.gguf import Scalar, TensorInfo
-from loragraph.ggml.handles import F32
 
 MAX_RANK = 4096
 """Larger ranks are refused: no training gives them, and scratch memory grows with the rank."""
+
+_FUSED = re.compile(r"(blk\.\d+\.)attn_[qkv](?=\.weight$)")
 
 Problems = Iterator[LoragraphError]
 FileCheck = Callable[[Draft, BaseInfo | None], Problems]
@@ -166,11 +169,14 @@ def complete(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problems:
 def in_base(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
     """The target is a tensor of the base."""
     if base is not None and pair.target not in base.targets:
+        fused = _FUSED.sub(r"\1attn_qkv", pair.target)
+        hint = "maybe wrong base model?"
+        if fused != pair.target and fused in base.targets:
+            hint = f"q, k and v are one matrix of this base, '{fused}'"
         yield _mismatch(
             draft,
-            f"LoRA tensor '{pair.target}' does not exist in base model "
-            f"(hint: maybe wrong base model?): {base.arch} '{base.name}' with "
-            f"{len(base.targets)} tensors",
+            f"LoRA tensor '{pair.target}' does not exist in base model (hint: {hint}): "
+            f"{base.arch} '{base.name}' with {len(base.targets)} tensors",
             pair.target,
         )
 
@@ -276,24 +282,6 @@ def types(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problems:
             return
 
 
-def vectors(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
-    """A magnitude or bias is one F32 value for each row that the pair changes."""
-    _, b = _halves(pair)
-    for tensor in pair.vectors:
-        if tensor.ne != (b.ne[1], 1, 1, 1) or b.ne[2] != 1:
-            yield _format(
-                draft,
-                f"tensor '{tensor.name}': expected one value for each of the {b.ne[1]} rows of "
-                f"lora_b, got {_shape(tensor)}",
-            )
-        elif tensor.type != F32:
-            yield _format(
-                draft, f"tensor '{tensor.name}': expected type F32, got {type_name(tensor.type)}"
-            )
-    if pair.bias is not None and _kind(pair, base) is TargetKind.EMBEDDING:
-        yield _format(draft, f"tensor '{pair.bias.name}': a lookup has no bias")
-
-
 def finite(draft: Draft, tensor: TensorInfo, data: Bytes) -> Problems:
     """No value is an infinity or NaN."""
     if not all_finite(tensor.type, data):
@@ -315,6 +303,7 @@ FILE_CHECKS: tuple[FileCheck, ...] = (
     norms,
     duplicates,
     not_empty,
+    tied_magnitude,
 )
 PAIR_CHECKS: tuple[PairCheck, ...] = (
     complete,
@@ -328,7 +317,7 @@ PAIR_CHECKS: tuple[PairCheck, ...] = (
     types,
     vectors,
 )
-DATA_CHECKS: tuple[DataCheck, ...] = (finite,)
+DATA_CHECKS: tuple[DataCheck, ...] = (finite, bias_in_range)
 
 
 def type_name(type_: int) -> str:

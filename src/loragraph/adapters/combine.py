@@ -162,9 +162,10 @@ def _f32(
 ) -> Values:
     """Values times the scale and their rows' factors, as the bits of f32, (n_expert, ne1, ne0)."""
     n0, n1, n2, _ = tensor.ne
-    scaled = adapter.array(tensor).reshape(n2, n1, n0) * np.float32(scale)
-    if rows is not None:
-        scaled *= rows[:, None]
+    with np.errstate(over="ignore"):  # found out below
+        scaled = adapter.array(tensor).reshape(n2, n1, n0) * np.float32(scale)
+        if rows is not None:
+            scaled *= rows[:, None]
     if not np.isfinite(scaled).all():
         raise InvalidRequestError(
             "expected scales whose products with the adapters are finite", param="adapters"

@@ -23,16 +23,16 @@ from loragraph.adapters.adapter import (
     allocate_block,
     scale_of,
 )
-from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo
+from loragraph.adapters.base import TOKEN_EMBD, BaseInfo
 from loragraph.adapters.checks import DATA_CHECKS, FILE_CHECKS, header_problems, pair_problems
 from loragraph.adapters.draft import (
     ALPHA_KEY,
-    TIED_OUTPUT_KEY,
     Draft,
     DraftPair,
     read_draft,
 )
 from loragraph.adapters.report import LoadReport, coverage
+from loragraph.adapters.tied import resolve_tied_output
 from loragraph.adapters.values import Bytes, all_zero, dequantised
 from loragraph.adapters.vectors import BaseRows, RowVectors, resolved
 from loragraph.errors import (
@@ -40,7 +40,6 @@ from loragraph.errors import (
     CapacityError,
     GGUFError,
     LoragraphError,
-    UnsupportedError,
 )
 from loragraph.ggml.gguf import TensorInfo
 from loragraph.ggml.lib import Library
@@ -77,7 +76,7 @@ def read_adapter(
             f"{draft.path}: failed to allocate buffer for lora adapter: no memory for {nbytes} "
             "bytes"
         ) from exc
-    _fill(draft, pairs, data)
+    found = _fill(draft, pairs, data)
     dead = [
         target
         for target, pair in pairs.items()
@@ -86,13 +85,6 @@ def read_adapter(
     if len(dead) == len(pairs):
         raise _would_change_nothing(draft)
     tied, tied_warning = resolve_tied_output(draft, base)
-    vectors = _read_vectors(draft, pairs, data, rows)
-    if tied and TOKEN_EMBD in vectors:
-        raise UnsupportedError(
-            f"{draft.path}: DoRA of a token table that changes the tied head too",
-            what="DoRA of a tied table",
-            hint="load it with tied_output=False to change the lookup alone",
-        )
     warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
     for warning in warnings:
         _log.warning("%s: %s", draft.path, warning)
@@ -104,7 +96,7 @@ def read_adapter(
         metadata=draft.scalars,
         invocation_tokens=draft.invocation_tokens,
         tied_output=tied,
-        vectors=vectors,
+        vectors=_vectors(draft, pairs, data, found, rows),
     )
 
 
@@ -173,30 +165,6 @@ def check_adapter(
     return problems
 
 
-def resolve_tied_output(draft: Draft, base: BaseInfo | None) -> tuple[bool, str]:
-    """Whether the token table's pair also changes the head, and a warning or "".
-
-    The option comes first, then the file's key; without both a tied base's head follows the table,
-    unless the adapter brings a pair for the head.
-    """
-    applies = base is not None and base.tied and TOKEN_EMBD in draft.pairs
-    key = draft.scalars.get(TIED_OUTPUT_KEY)
-    if not applies:
-        option = "tied_output has no effect: it needs a tied base and a token_embd pair"
-        return False, option if draft.tied_output is not None else ""
-    if draft.tied_output is not None:
-        return draft.tied_output, ""
-    if isinstance(key, bool):
-        return key, ""
-    if OUTPUT in draft.pairs:
-        return False, ""
-    return True, (
-        f"the base's output head is tied to {TOKEN_EMBD} and the file has no {TIED_OUTPUT_KEY}: "
-        "the adapter changes both; PEFT trains the lookup alone unless ensure_weight_tying, "
-        "load with tied_output=False for that"
-    )
-
-
 def _layout(draft: Draft) -> tuple[dict[str, LoraPair], int]:
     """Places in the block for all tensors, and the block's size in bytes."""
     end = 0
@@ -215,19 +183,29 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> None:
+def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> dict[str, Bytes]:
+    """Reads all pairs into the block; gives the bytes of the vectors beside them by name."""
+    vectors: dict[str, Bytes] = {}
     try:
         with draft.path.open("rb") as file:
             for target, found in draft.pairs.items():
                 pair = pairs[target]
                 for info, tensor in zip(_tensors(found), (pair.a, pair.b), strict=True):
                     part = data[tensor.offset : tensor.offset + tensor.nbytes]
-                    _read(draft, file, info, part)
-                    for check in DATA_CHECKS:
-                        for problem in check(draft, info, part):
-                            raise problem
+                    _read_checked(draft, file, info, part)
+                for info in found.vectors:
+                    vectors[info.name] = np.empty(info.nbytes, np.uint8)
+                    _read_checked(draft, file, info, vectors[info.name])
     except OSError as exc:
         raise _unreadable(draft, exc) from exc
+    return vectors
+
+
+def _read_checked(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
+    _read(draft, file, info, into)
+    for check in DATA_CHECKS:
+        for problem in check(draft, info, into):
+            raise problem
 
 
 def _read(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
@@ -258,42 +236,29 @@ def _data_problems(
     return problems, zero and not pair.vectors
 
 
-def _read_vectors(
-    draft: Draft, pairs: dict[str, LoraPair], data: Bytes, rows: BaseRows | None
+def _vectors(
+    draft: Draft,
+    pairs: dict[str, LoraPair],
+    data: Bytes,
+    found: dict[str, Bytes],
+    rows: BaseRows | None,
 ) -> dict[str, RowVectors]:
     """Magnitudes and biases, and what the graph needs of them."""
-    found = {}
+    vectors = {}
     for target, header in draft.pairs.items():
         if not header.vectors:
             continue
         pair = pairs[target]
-        found[target] = resolved(
-            target,
-            _vector(draft, header.magnitude),
-            _vector(draft, header.bias),
-            _values(pair.a, data),
-            _values(pair.b, data),
-            pair.scale,
-            rows,
-            is_table=target == TOKEN_EMBD,
+        magnitude, bias = (
+            None if info is None else found[info.name].view(np.float32)
+            for info in (header.magnitude, header.bias)
         )
-    return found
-
-
-def _vector(draft: Draft, info: TensorInfo | None) -> NDArray[np.float32] | None:
-    """A tensor's values (n,) f32, all finite."""
-    if info is None:
-        return None
-    data = np.empty(info.nbytes, np.uint8)
-    try:
-        with draft.path.open("rb") as file:
-            _read(draft, file, info, data)
-    except OSError as exc:
-        raise _unreadable(draft, exc) from exc
-    for check in DATA_CHECKS:
-        for problem in check(draft, info, data):
-            raise problem
-    return data.view(np.float32)
+        a, b = _values(pair.a, data), _values(pair.b, data)
+        is_table = target == TOKEN_EMBD
+        vectors[target] = resolved(
+            target, magnitude, bias, a, b, pair.scale, rows, is_table=is_table
+        )
+    return vectors
 
 
 def _values(half: LoraTensor, data: Bytes) -> NDArray[np.float32]:

@@ -73,7 +73,11 @@ AsJson = Annotated[bool, _option(_PROMPT, "--json", text="Print one JSON object,
 # Adapters
 Lora = Annotated[
     list[str] | None,
-    _option(_ADAPTERS, "--lora", text="Adapter, at scale 1. Repeatable, comma-separated."),
+    _option(
+        _ADAPTERS,
+        "--lora",
+        text="Adapter (GGUF, or a PEFT or MLX folder), at scale 1. Repeatable, comma-separated.",
+    ),
 ]
 LoraScaled = Annotated[
     list[str] | None,

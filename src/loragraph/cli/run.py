@@ -18,6 +18,7 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.cli import options
 from loragraph.cli.adapter_list import adapter_list
 from loragraph.cli.flags import in_flags
+from loragraph.cli.folder import load_any
 from loragraph.cli.interrupt import held_interrupt
 from loragraph.cli.library import ggml_folder
 from loragraph.engine.context import Context
@@ -130,7 +131,7 @@ def _answer(
             _Loaded(
                 path,
                 scale,
-                Adapter.load(
+                load_any(
                     path, model, ignore_norm=loading.ignore_norm, tied_output=loading.tied_output
                 ),
             )

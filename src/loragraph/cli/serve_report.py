@@ -12,6 +12,7 @@ from rich.text import Text
 from loragraph.adapters.base import TargetKind
 from loragraph.cli.inspect import size
 from loragraph.engine.engine import Engine
+from loragraph.errors import LoragraphError
 from loragraph.server.state import ServerState
 
 _MAX_ROWS = 100
@@ -36,6 +37,7 @@ def show_report(console: Console, state: ServerState, options: Mapping[str, Any]
 
 
 def _show_adapters(console: Console, state: ServerState) -> None:
+    refused = _refused(state.engine)
     rows = state.engine.adapters
     if not rows:
         console.print("adapters  none")
@@ -63,6 +65,19 @@ def _show_adapters(console: Console, state: ServerState) -> None:
     console.print(table)
     if len(rows) > _MAX_ROWS:
         console.print(f"and {len(rows) - _MAX_ROWS} more")
+    for message in refused:
+        console.print(f"refused   {message}", soft_wrap=True)
+
+
+def _refused(engine: Engine) -> list[str]:
+    """Reads the headers of the first adapters; what is wrong with those that cannot be used."""
+    problems = []
+    for name in engine.registry.names()[:_MAX_ROWS]:
+        try:
+            engine.registry.resolve(name)
+        except LoragraphError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _memory_lines(engine: Engine, options: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,8 @@ from loragraph.graph.attention.base import AttentionGraph, Form
 from loragraph.graph.expert_cache import ExpertCache, WholeStacks
 from loragraph.graph.lowrank.base import GraphLowering, RowSet
 from loragraph.graph.products import GgmlProducts, GraphProducts
-from loragraph.model.weights import Rotation, Weight
+from loragraph.model.rotations import Rotation
+from loragraph.model.weights import Weight
 
 
 class Builder:
@@ -34,14 +35,11 @@ class Builder:
         out_ids: Tensor,
         n_states: int = 0,
         n_ctx: int = 0,
-        experts: ExpertCache | None = None,
         products: GraphProducts | None = None,
+        experts: ExpertCache | None = None,
     ) -> None:
-        """The last `n_states` of the outputs give their state, and no logits are computed there.
-
-        `n_ctx` is the room of one sequence: a few rotations depend on it. `experts` is where the
-        base products of experts read their matrices.
-        """
+        """`n_ctx` is the room of one sequence: a few rotations depend on it. `experts` is where
+        the base products of experts read their matrices."""
         self.ops = RoutingOps(ctx)
         self._products = products or GgmlProducts()
         self._graph = graph

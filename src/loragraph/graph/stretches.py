@@ -118,6 +118,11 @@ class Stretches:
         positions (n_tokens,) i32 of the step's rows. Stretches out of everyone's window stay, with
         no row, so that both forms number them alike.
         """
+        if positions.max() < n_swa:  # nobody has come so far
+            return self
+        if self.n_stretches == 1:  # it holds each row's own cell, so no range becomes empty
+            begin = positions[self.row] + np.int32(1 - n_swa - self.first[0])
+            return replace(self, row_begin=np.maximum(begin, self.row_begin))
         stretch = np.repeat(np.arange(self.n_stretches), np.diff(self.row_ptr))
         begin = positions[self.row] + 1 - n_swa - self.first[stretch]
         begin = np.maximum(begin, self.row_begin).astype(np.int32)

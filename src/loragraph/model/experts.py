@@ -28,19 +28,22 @@ class ExpertParams:
     n_ff_shared: int = 0  # width of the expert that every token uses; 0: none
 
 
-def read_counts(keys: Keys) -> tuple[int, int]:
-    """Experts there are and experts a token, both at least 1."""
+def read_experts(keys: Keys, n_ff: int, *, own_width: bool) -> ExpertParams:
+    """The keys that all families share; GGUFError for what is missing or absurd.
+
+    `n_ff` is the width of a dense feed-forward, 0 where there is none. With `own_width` experts
+    have `expert_feed_forward_length`, or without it what llama.cpp makes of `n_ff`.
+    """
     n_expert = keys.integer("expert_count", low=1, high=MAX_EXPERTS)
-    return n_expert, keys.integer("expert_used_count", low=1, high=n_expert)
+    n_used = keys.integer("expert_used_count", low=1, high=n_expert)
+    if own_width:
+        default = n_ff // n_used or None
+        n_ff = keys.integer("expert_feed_forward_length", default=default, low=1, high=MAX_SIZE)
+    n_group, n_group_used = _groups(keys, n_expert)
+    return ExpertParams(n_expert, n_used, n_ff, n_group=n_group, n_group_used=n_group_used)
 
 
-def read_expert_width(keys: Keys, n_ff: int, n_used: int) -> int:
-    """`expert_feed_forward_length`, or what llama.cpp makes of the dense width without it."""
-    default = n_ff // n_used or None
-    return keys.integer("expert_feed_forward_length", default=default, low=1, high=MAX_SIZE)
-
-
-def read_groups(keys: Keys, n_expert: int) -> tuple[int, int]:
+def _groups(keys: Keys, n_expert: int) -> tuple[int, int]:
     """Groups of experts and those that are searched; 1 and 1 where there are none."""
     n_group = keys.integer("expert_group_count", default=0, high=n_expert)
     if n_group <= 1:

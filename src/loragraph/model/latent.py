@@ -6,13 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from loragraph.model.experts import (
-    ExpertParams,
-    Gating,
-    read_counts,
-    read_expert_width,
-    read_groups,
-)
+from loragraph.model.experts import ExpertParams, Gating, read_experts
 from loragraph.model.hparams import HParams, inverse_sqrt, read_hparams
 from loragraph.model.keys import MAX_SIZE, Keys
 from loragraph.model.rope import NORM, rope_scaling
@@ -124,9 +118,7 @@ def _with_yarn(keys: Keys, hparams: HParams, n_key: int) -> HParams:
 
 
 def _read_experts(keys: Keys, hparams: HParams) -> ExpertParams:
-    n_expert, n_used = read_counts(keys)
-    n_ff = read_expert_width(keys, 0, n_used)
-    n_group, n_group_used = read_groups(keys, n_expert)
+    experts = read_experts(keys, 0, own_width=True)
     # A file from before the key says nothing; one model of that time takes the sigmoid.
     is_glm_lite = hparams.n_layer in (47, 48) and hparams.n_vocab == 154880
     gating = keys.integer("expert_gating_func", default=0) or (2 if is_glm_lite else 1)
@@ -135,14 +127,10 @@ def _read_experts(keys: Keys, hparams: HParams) -> ExpertParams:
             f"{keys.full('expert_gating_func')}: expected {sorted(_GATINGS)}, got {gating}",
             what=f"expert_gating_func {gating}",
         )
-    return ExpertParams(
-        n_expert,
-        n_used,
-        n_ff,
+    return replace(
+        experts,
         gating=_GATINGS[gating],
         norm_weights=keys.boolean("expert_weights_norm", default=False),
         weights_scale=keys.real("expert_weights_scale", default=0.0),
-        n_group=n_group,
-        n_group_used=n_group_used,
-        n_ff_shared=n_ff * keys.integer("expert_shared_count", low=1, high=1024),
+        n_ff_shared=experts.n_ff * keys.integer("expert_shared_count", low=1, high=1024),
     )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.errors import UnsupportedError
 from loragraph.ggml.quants import to_f32
 from loragraph.model.weights import Weight, Weights
+
+_FOLDED = "prism.hadamard."  # keys of files whose weights were rotated when they were made
 
 
 class WeightRows:
@@ -18,9 +21,15 @@ class WeightRows:
     def rows(self, name: str, first: int, last: int) -> NDArray[np.float32]:
         """Rows [first, last) of a matrix, (n, n_in) f32, the caller's; its factor w_s is included.
 
-        UnsupportedError for a type whose values cannot be read.
+        UnsupportedError for a type whose values cannot be read, and for rotated weights.
         """
         weight = self._weights.by_name[name]
+        if any(key.startswith(_FOLDED) for key in self._weights.files.metadata):
+            raise UnsupportedError(
+                f"{name}: the weights of a Hadamard-folded base are rotated",
+                what="DoRA on a folded base",
+                hint="use a base that is not folded",
+            )
         n_in, n_out = weight.ne[0], weight.ne[1]
         assert 0 <= first <= last <= n_out
         row_bytes = weight.info.nbytes // n_out

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
-from loragraph.ggml.handles import F32, I32, Buffer, Tensor, TensorContext, array_view
+from loragraph.ggml.handles import F32, I32, Buffer, Tensor, TensorContext
 from loragraph.ggml.lib import Library
 from loragraph.model.files import ModelFiles
-from loragraph.model.fold import Fold, hadamard
+from loragraph.model.fold import Fold
+from loragraph.model.rotations import Rotation, Rotations
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -34,17 +34,6 @@ class Use(Enum):
     EXPERTS = "experts"
     LOOKUP = "lookup"
     VECTOR = "vector"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rotation:
-    """What the base product of a folded weight rotates its input by; one a width.
-
-    matrix F32 [block, block] · signs F32 [width] or None
-    """
-
-    matrix: Tensor
-    signs: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +71,7 @@ class Weights:
     by_name: dict[str, Weight] = field(default_factory=dict)
     _ctx: TensorContext | None = None
     _buffers: list[Buffer] = field(default_factory=list)
-    _rotations: dict[int, Rotation] = field(default_factory=dict)
+    _rotations: Rotations = field(default_factory=Rotations)
     _rotated: set[str] = field(default_factory=set)  # names in the file
     _repack_choice: dict[tuple[int, int, int, int, bool], Any] = field(default_factory=dict)
 
@@ -252,34 +241,8 @@ class Weights:
         self._rotated.add(source)
         fold.check_width(info)
         signs = fold.signs_of(info)
-        return self._rotation_of(fold.block_size, info.ne[0], has_signs=signs is not None)
-
-    def _rotation_of(self, block: int, width: int, *, has_signs: bool) -> Rotation:
-        """The rotation of inputs of this width; all share one matrix."""
-        if width not in self._rotations:
-            assert self._ctx is not None  # the weight's tensor was made in it
-            known = next(iter(self._rotations.values()), None)
-            matrix = known.matrix if known else self._ctx.new_tensor(F32, (block, block))
-            signs = self._ctx.new_tensor(F32, (width,)) if has_signs else None
-            self._rotations[width] = Rotation(matrix, signs)
-        return self._rotations[width]
-
-    def _place_rotations(self) -> None:
-        if self.fold is None or not self._rotations:
-            return
-        values = self.fold.signs or {}
-        signs = {w: one.signs for w, one in self._rotations.items() if one.signs is not None}
-        matrix = next(iter(self._rotations.values())).matrix
-        sizes = [4 * n * m for n, m, *_ in (matrix.ne, *(one.ne for one in signs.values()))]
-        rooms = [-(-size // _COPY_ALIGNMENT) * _COPY_ALIGNMENT for size in sizes]
-        buffer = self._keep(Buffer.allocate(self.lib, sum(rooms)))
-        for tensor, end, room in zip(
-            (matrix, *signs.values()), accumulate(rooms), rooms, strict=True
-        ):
-            buffer.place(tensor, end - room)
-        array_view(self.lib, matrix)[:] = hadamard(self.fold.block_size).ravel()
-        for width, tensor in signs.items():
-            array_view(self.lib, tensor)[:] = values[width]
+        assert self._ctx is not None  # the weight's tensor was made in it
+        return self._rotations.of(self._ctx, fold.block_size, info.ne[0], signs)
 
     def _kind(self, weight: Weight) -> str:
         if weight.repacked:
@@ -302,7 +265,8 @@ class Weights:
                 mapped[path].place(weight.tensor, weight.info.offset)
             done += weight.info.nbytes
             progress(done, total)
-        self._place_rotations()
+        if self._rotations:
+            self._keep(self._rotations.place(self.lib))
         self.files.check_sizes()
         for buffer in self._buffers:
             buffer.use_for_weights()

@@ -26,7 +26,6 @@ from loragraph.errors import (
     ConfigError,
     ContextLengthError,
     DeadlineError,
-    FormatError,
     LifecycleError,
     LoragraphError,
     RequestError,
@@ -50,6 +49,7 @@ _TYPES = {
 }
 _RETRY_AFTER = {"Retry-After": "1"}
 _MAX_MESSAGE = 2000
+_FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^/\s:'\",]+/)+")  # of an absolute path
 # pydantic's names for members of a union: list[int], constrained-str, NamedTool, bool
 _UNION_MEMBER = re.compile(r"[\[(]|^(?:str|int|float|bool|dict|list|constrained-\w+|[A-Z]\w*)$")
 
@@ -134,11 +134,12 @@ def api_error(error: LoragraphError) -> ApiError:
 
 
 def _without_folders(error: LoragraphError) -> str:
-    """The message without the server's folders, which are nobody's business."""
+    """The message with files' names alone: where a server keeps them is nobody's business."""
     text = str(error)
-    if isinstance(error, FormatError) and "/" in error.path:
-        text = text.replace(error.path, error.path.rsplit("/", 1)[-1])
-    return text
+    for path in (getattr(error, "path", ""), getattr(error, "adapter", "")):
+        if isinstance(path, str) and "/" in path:
+            text = text.replace(path, path.rsplit("/", 1)[-1])
+    return _FOLDERS.sub("", text)
 
 
 def install(app: FastAPI) -> None:

@@ -131,7 +131,7 @@ def sampling_params(
     if "logit_bias" in values:
         values["logit_bias"] = _biases(state, values["logit_bias"])
     values.pop("samplers", None)
-    return SamplingParams(**(values | {"grammar": grammar} | more))
+    return SamplingParams(**(values | ({} if grammar is None else {"grammar": grammar}) | more))
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:

@@ -81,20 +81,7 @@ def combine_files(
         combined = stack.enter_context(combine(Mix(scales)))
         _check_ranks(combined)
         factors = [_factors_of(combined, target) for target in combined.pairs]
-        terms = " + ".join(
-            f"{scale:g} * {name}" for name, (_, scale) in zip(names, pairs, strict=True)
-        )
-        keys = adapter_keys(
-            str(loaded[0].metadata["general.architecture"]),
-            name=terms,
-            invocation_tokens=combined.invocation_tokens,
-            tied_output=tied if TOKEN_EMBD in combined.pairs else None,
-            extra={
-                NAMES_KEY: value_bytes(names),
-                DIGESTS_KEY: value_bytes([adapter.digest for adapter in loaded]),
-                SCALES_KEY: value_bytes(np.array(list(scales.values()), np.float32)),
-            },
-        )
+        keys = _keys(scales, names, combined, tied)
         nbytes = write_adapter(lib, out, keys, factors, type_)
         warnings = [text for adapter in loaded for text in adapter.report.warnings]
         return CombineReport(
@@ -103,6 +90,25 @@ def combine_files(
             nbytes=nbytes,
             warnings=tuple(dict.fromkeys(warnings)),
         )
+
+
+def _keys(
+    scales: Mapping[Adapter, float], names: Sequence[str], combined: Adapter, tied: bool | None
+) -> dict[str, bytes]:
+    """The keys of the new file: what it is, and what it was made of."""
+    parts = zip(scales.values(), names, strict=True)
+    first = next(iter(scales))
+    return adapter_keys(
+        str(first.metadata["general.architecture"]),
+        name=" + ".join(f"{scale:g} * {name}" for scale, name in parts),
+        invocation_tokens=combined.invocation_tokens,
+        tied_output=tied if TOKEN_EMBD in combined.pairs else None,
+        extra={
+            NAMES_KEY: value_bytes(names),
+            DIGESTS_KEY: value_bytes([adapter.digest for adapter in scales]),
+            SCALES_KEY: value_bytes(np.array(list(scales.values()), np.float32)),
+        },
+    )
 
 
 def _check_fit(adapters: Sequence[Adapter], names: Sequence[str]) -> None:

@@ -106,8 +106,11 @@ def merge(
         names = [path.name for path, _ in pairs]
         check_mergeable(uses, names)
         changes = changes_of(uses, tied=info.tied)
-        pieces = with_biases(lib, files.tensors, info, changes, _pieces(lib, files, changes, kind))
-        parts = _parts(files, pieces, Path(output), max_split_bytes, kind, uses, names)
+        header = read_header(files.metadata)
+        pieces = with_biases(
+            lib, files.tensors, info, changes, _pieces(lib, files, header, changes, kind)
+        )
+        parts = _parts(files, header, pieces, Path(output), max_split_bytes, kind, uses, names)
         for part in parts:
             check_output(part.path, inputs)
         run_pieces(lib, pieces, parts, n_threads, progress)
@@ -150,7 +153,11 @@ def _scale(scale: float) -> float:
 
 
 def _pieces(
-    lib: Library, files: ModelFiles, changes: Changes, kind: FileType | None
+    lib: Library,
+    files: ModelFiles,
+    header: RawHeader,
+    changes: Changes,
+    kind: FileType | None,
 ) -> list[Piece]:
     """Every tensor of the output, in the base's order; a new head comes last."""
     sources = dict(files.tensors)
@@ -160,7 +167,8 @@ def _pieces(
     if kind is not None:
         tensors = {name: (source.type, source.ne) for name, source in sources.items()}
         types = target_types(lib, kind, tensors, _model_shape(files.metadata))
-    headers = {path: _sizes(lib, files, path) for path in files.paths}
+    sizes = {files.path: header.sizes}
+    sizes |= {path: _sizes(lib, path) for path in files.paths if path not in sizes}
     pieces = []
     for name, source in sources.items():
         terms = changes.terms.get(name, ())
@@ -170,15 +178,13 @@ def _pieces(
             _check_types(lib, name, source, type_)
         n_in = source.ne[0]
         nbytes = source.n_elements // n_in * row_bytes(lib, type_, n_in)
-        out = OutTensor(name, headers[source.path][source.name], type_, nbytes)
+        out = OutTensor(name, sizes[source.path][source.name], type_, nbytes)
         pieces.append(Piece(out, source, terms, factor))
     return pieces
 
 
-def _sizes(lib: Library, files: ModelFiles, path: Path) -> Mapping[str, tuple[int, ...]]:
+def _sizes(lib: Library, path: Path) -> Mapping[str, tuple[int, ...]]:
     """Sizes of a file's tensors as it states them: a vector may have one or more."""
-    if path == files.path:
-        return read_header(files.metadata).sizes
     with GGUFFile(lib, path) as part:
         return read_header(part).sizes
 
@@ -235,6 +241,7 @@ def _first(metadata: GGUFFile, key: str, default: int) -> int:
 
 def _parts(
     files: ModelFiles,
+    header: RawHeader,
     pieces: Sequence[Piece],
     out: Path,
     max_bytes: int,
@@ -242,7 +249,6 @@ def _parts(
     uses: Sequence[Use],
     names: Sequence[str],
 ) -> list[Part]:
-    header: RawHeader = read_header(files.metadata)
     keys = {**header.keys, **record_keys(files.metadata, uses, names)}
     if kind is not None:
         keys["general.file_type"] = integer_bytes(kind.number, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from loragraph.errors import ConfigError, OutputError
 from loragraph.tools.gguf_header import same_file
 
 _COPY_BYTES = 1 << 24
+_NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # not on this file system
 
 
 class OutFile:
@@ -27,10 +29,14 @@ class OutFile:
     def reserve(self, nbytes: int) -> None:
         """Takes the space at once, so that a full disk shows before any work is done."""
         with writing(self.path):
-            if nbytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, nbytes)
-            else:
-                os.ftruncate(self._fd, nbytes)
+            try:
+                if nbytes and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._fd, 0, nbytes)
+                    return
+            except OSError as exc:
+                if exc.errno not in _NO_RESERVATION:
+                    raise
+            os.ftruncate(self._fd, nbytes)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Writes all of `data` at `offset`."""

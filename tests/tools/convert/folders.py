@@ -118,6 +118,7 @@ def write_base(
     extra: Mapping[str, Array] | None = None,
     drop: Sequence[str] = (),
     name: str = "tiny base",
+    metadata: Mapping[str, Value] | None = None,
 ) -> Path:
     """The header and random weights of a base of any family: enough to convert for."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -141,11 +142,12 @@ def write_base(
         shapes |= {f"blk.{il}.{part}.weight": shape for part, shape in block.items()}
     arrays = {n: normal(i, *shape) for i, (n, shape) in enumerate(shapes.items())}
     arrays |= dict(extra or {})
-    metadata: dict[str, Value] = {
+    keys: dict[str, Value] = {
         "general.architecture": arch,
         "general.name": name,
         f"{arch}.block_count": N_LAYER,
         f"{arch}.attention.head_count": N_HEAD,
         f"{arch}.attention.head_count_kv": N_HEAD_KV,
     }
-    return write_gguf(path, metadata, [tensor(n, a) for n, a in arrays.items() if n not in drop])
+    keys |= dict(metadata or {})
+    return write_gguf(path, keys, [tensor(n, a) for n, a in arrays.items() if n not in drop])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from loragraph import LoragraphError, convert
+from loragraph import convert
 from loragraph.adapters.gguf import read_adapter
 from loragraph.errors import (
     AdapterFormatError,
@@ -276,6 +275,47 @@ def test_a_bias_that_was_not_trained_is_left_out_and_told(tmp_path: Path) -> Non
     assert plan.own_keys == ()
 
 
+@pytest.mark.parametrize("surplus", [64, 2])
+@pytest.mark.parametrize("how", ["pair", "head", "whole"])
+def test_rows_for_image_tokens_of_gemma_3(how: str, surplus: int, tmp_path: Path) -> None:
+    """64 rows behind the vocabulary are cut off, any other surplus is another base."""
+    base = write_base(tmp_path / "base.gguf", "gemma3")
+    n, config = N_VOCAB + surplus, {}
+    table, head = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+    tensors = lora(layers(("self_attn.q_proj",)))
+    if how == "pair":
+        a, b = normal(1, 4, n), normal(2, N_EMBD, 4)
+        tensors |= {f"{table}.lora_embedding_A": a, f"{table}.lora_embedding_B": b}
+        target, wanted = "token_embd.weight", 2 * (b @ a).T
+    elif how == "head":
+        tensors |= lora({"lm_head": (n, N_EMBD)})
+        target, wanted = "output.weight", product(tensors, "lm_head")
+    else:
+        whole = normal(3, n, N_EMBD)
+        tensors |= {f"{head}.weight": whole}
+        config = {"modules_to_save": ["lm_head"]}
+        target, wanted = "output.weight", whole.copy()
+        wanted[:N_VOCAB] -= read_tensors(base)["output.weight"]
+    folder = peft(tmp_path / "peft", tensors, **config)
+    if surplus != 64:
+        with pytest.raises(AdapterMismatchError):
+            convert(folder, base)
+        return
+    path, _ = convert(folder, base)
+    np.testing.assert_allclose(deltas(path, base)[target], wanted[:N_VOCAB], atol=1e-5)
+
+
+def test_a_folded_base_cannot_be_compared_with(tmp_path: Path) -> None:
+    """Tokens trained whole need the base's rows, which a folded base has rotated."""
+    metadata = {"prism.hadamard.version": 1}
+    base = write_base(tmp_path / "base.gguf", metadata=metadata)
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    tensors = {**lora(layers()), name: normal(5, 1, N_EMBD)}
+    folder = peft(tmp_path / "peft", tensors, trainable_token_indices=[3])
+    with pytest.raises(UnsupportedError, match="folded base"):
+        convert(folder, base)
+
+
 def test_trained_tokens_are_a_pair_of_their_rank(tmp_path: Path) -> None:
     """Rows of the table that were trained replace the base's exactly."""
     base = write_base(tmp_path / "base.gguf")
@@ -310,177 +350,6 @@ def test_layers_repeated_by_peft(tied: bool, tmp_path: Path) -> None:
         plan_conversion(peft(tmp_path / "b", layer_replication=[[0, 2], [1, 2]]), base)
 
 
-Q = "base_model.model.model.layers.0.self_attn.q_proj"
-QA, QB = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
-PAIR = {QA: normal(0, 4, N_EMBD), QB: normal(1, N_HEAD * N_ROT, 4)}
-NORM = "base_model.model.model.layers.0.input_layernorm.weight"
-REFUSED: dict[str, tuple[type[LoragraphError], str, dict[str, Any], dict[str, Any]]] = {
-    "half": (AdapterFormatError, "lora_A is there, lora_B is missing", {QA: PAIR[QA]}, {}),
-    "other half": (AdapterFormatError, "lora_B is there, lora_A is missing", {QB: PAIR[QB]}, {}),
-    "no tensors": (AdapterFormatError, "holds no tensor", {}, {}),
-    "unlike ranks": (AdapterFormatError, "rank 4, lora_B 5", {**PAIR, QB: normal(1, 32, 5)}, {}),
-    "rank of the config": (AdapterFormatError, "says rank 8, lora_A has 4", PAIR, {"r": 8}),
-    "hidden size": (
-        AdapterMismatchError,
-        "weight of 64 by 32, the base's blk.0.attn_q.weight is 32 by 32",
-        {**PAIR, QA: normal(0, 4, 64)},
-        {},
-    ),
-    "rows": (
-        AdapterMismatchError,
-        "weight of 32 by 48",
-        {**PAIR, QB: normal(1, 48, 4)},
-        {},
-    ),
-    "layers": (
-        AdapterMismatchError,
-        "the base has 2 layers, the adapter changes layer 7",
-        lora({"model.layers.7.self_attn.q_proj": (32, 32)}),
-        {},
-    ),
-    "unknown module": (
-        AdapterMismatchError,
-        "has no tensor for it",
-        lora({"model.layers.0.mixer.in_proj": (32, 32)}),
-        {},
-    ),
-    "module the base lacks": (
-        AdapterMismatchError,
-        "(lacks the tensor|has no tensor)",
-        lora({"model.layers.0.mlp.shared_expert.up_proj": (48, 32)}),
-        {},
-    ),
-    "NaN": (AdapterFormatError, "finite values", {**PAIR, QB: np.full((32, 4), np.nan, "f4")}, {}),
-    "infinity": (AdapterFormatError, "finite", {**PAIR, QA: np.full((4, 32), np.inf, "f4")}, {}),
-    "empty shard": (
-        AdapterFormatError,
-        "before its shards were gathered",
-        {**PAIR, QA: np.zeros((0, 32), "f4")},
-        {},
-    ),
-    "diffusion": (
-        UnsupportedError,
-        "a diffusion model",
-        {"lora_unet_down_blocks_0.lora_down.weight": normal(0, 4, 4)},
-        {},
-    ),
-    "diffusers": (
-        UnsupportedError,
-        "a diffusion model",
-        {"unet.down_blocks.0.attn.to_q.lora_A.weight": normal(0, 4, 4)},
-        {},
-    ),
-    "vision": (
-        UnsupportedError,
-        "the vision part",
-        {"base_model.model.visual.blocks.0.attn.qkv.lora_A.weight": normal(0, 4, 4)},
-        {},
-    ),
-    "LoHa factors": (UnsupportedError, "LoHa factors", {f"{Q}.hada_w1_a": normal(0, 4, 4)}, {}),
-    "unknown part": (UnsupportedError, "no part of a LoRA", {f"{Q}.mystery": normal(0, 4)}, {}),
-    "two adapters": (
-        UnsupportedError,
-        "several adapters: a, b",
-        {**lora(layers(n=1), infix=".a"), **lora(layers(("mlp.up_proj",), 1), infix=".b")},
-        {},
-    ),
-    "norm": (
-        UnsupportedError,
-        "a low-rank part cannot change",
-        {**PAIR, NORM: normal(0, N_EMBD)},
-        {"modules_to_save": ["input_layernorm"]},
-    ),
-    "classifier": (
-        UnsupportedError,
-        "no such weight.*classification head",
-        {**PAIR, "base_model.model.score.weight": normal(0, 2, N_EMBD)},
-        {"modules_to_save": ["score"]},
-    ),
-    "bias alone": (
-        UnsupportedError,
-        "no low-rank pair to carry it",
-        {**PAIR, "base_model.model.model.layers.1.self_attn.q_proj.bias": normal(0, 32)},
-        {"bias": "all"},
-    ),
-    "resized table": (
-        AdapterMismatchError,
-        "added tokens",
-        {**PAIR, "base_model.model.model.embed_tokens.weight": normal(0, N_VOCAB + 2, N_EMBD)},
-        {"modules_to_save": ["embed_tokens"]},
-    ),
-    "alpha 0": (AdapterFormatError, "would change nothing", PAIR, {"lora_alpha": 0}),
-    "no alpha": (AdapterFormatError, "lora_alpha: expected a finite", PAIR, {"lora_alpha": None}),
-    "alpha text": (AdapterFormatError, "expected a finite number", PAIR, {"lora_alpha": "16"}),
-    "rank 0": (AdapterFormatError, "r: expected an integer", PAIR, {"r": 0}),
-    "rank 2.5": (AdapterFormatError, "r: expected an integer", PAIR, {"r": 2.5}),
-    "rsLoRA text": (AdapterFormatError, "true or false", PAIR, {"use_rslora": "yes"}),
-    "qalora": (UnsupportedError, "use_qalora", PAIR, {"use_qalora": True}),
-    "arrow": (UnsupportedError, "arrow_config", PAIR, {"arrow_config": {"top_k": 3}}),
-    "kasa": (UnsupportedError, "kasa_config", PAIR, {"kasa_config": {"beta": 1}}),
-    "monteclora": (UnsupportedError, "samples", PAIR, {"monteclora_config": {"num_samples": 1}}),
-    "pissa": (
-        UnsupportedError,
-        "changed the weights of the base.*path_initial_model",
-        PAIR,
-        {"init_lora_weights": "pissa_niter_16"},
-    ),
-    "invocation text": (
-        UnsupportedError,
-        "alora_invocation_tokens",
-        PAIR,
-        {"invocation_string": "<|x|>"},
-    ),
-    "invocation range": (
-        AdapterMismatchError,
-        "the base has 40 tokens, got 99",
-        PAIR,
-        {"alora_invocation_tokens": [99]},
-    ),
-    "slow pattern": (
-        AdapterFormatError,
-        "takes too long",
-        PAIR,
-        {"alpha_pattern": {r"(.+)(.+)(.+)(.+)(.+)(.+)(.+)(.+)\8\7\6": 3}},
-    ),
-    "no pattern": (AdapterFormatError, "no regular expression", PAIR, {"alpha_pattern": {"(": 3}}),
-    "pattern text": (AdapterFormatError, "finite number", PAIR, {"alpha_pattern": {"q_proj": "x"}}),
-    "VeRA": (UnsupportedError, "VERA.*random projections", PAIR, {"peft_type": "VERA"}),
-    "unknown type": (UnsupportedError, "peft_type is OFT", PAIR, {"peft_type": "OFT"}),
-    "not PEFT": (AdapterFormatError, "neither peft_type", PAIR, {"peft_type": None, "r": None}),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_converted_is_one_clear_sentence(name: str, tmp_path: Path) -> None:
-    """The class of the error and the reason, and no file is left behind."""
-    kind, message, tensors, config = REFUSED[name]
-    base = write_base(tmp_path / "base.gguf")
-    folder = peft(tmp_path / "peft", tensors, **config)
-    if name == "not PEFT":
-        (folder / "adapter_config.json").write_text('{"type": "act", "n_obs_steps": 1}')
-    with pytest.raises(kind, match=message) as error:
-        convert(folder, base, tmp_path / "out.gguf")
-    assert "\n" not in str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base.gguf", "peft"]
-
-
-def test_an_unsupported_family_is_named(tmp_path: Path) -> None:
-    """A base whose rows nobody looked at is refused."""
-    base = write_base(tmp_path / "base.gguf", "bloom")
-    with pytest.raises(UnsupportedError, match=r"architecture 'bloom'.*supported: chatglm"):
-        plan_conversion(peft(tmp_path / "peft"), base)
-
-
-def test_an_adapter_as_base_is_refused(tmp_path: Path) -> None:
-    """The two files in the wrong places are told apart."""
-    base = write_base(tmp_path / "base.gguf")
-    path, _ = convert(peft(tmp_path / "peft"), base)
-    with pytest.raises(LoragraphError, match="expected a base model"):
-        plan_conversion(tmp_path / "peft", path)
-    with pytest.raises(ConfigError, match="is a GGUF file already"):
-        plan_conversion(path, base)
-
-
 def test_another_model_of_the_same_shape_is_told(tmp_path: Path) -> None:
     """Names that cannot mean one model give a warning: shapes alone cannot tell."""
     base = write_base(tmp_path / "base.gguf", name="Qwen2.5 Coder 1.5B Instruct")
@@ -500,49 +369,12 @@ def test_unknown_fields_are_told(tmp_path: Path) -> None:
     assert "other_idea" not in warning
 
 
-def test_pickled_weights_need_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch a .bin is refused with what to do; nothing here unpickles."""
-    folder = peft(tmp_path / "peft")
-    (folder / "adapter_model.safetensors").unlink()
-    (folder / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
-    )
-    with pytest.raises(UnsupportedError, match=r"torch alone.*safe_serialization"):
-        plan_conversion(folder, write_base(tmp_path / "base.gguf"))
-
-
-def test_sharded_weights_are_read_from_their_folder_alone(tmp_path: Path) -> None:
-    """An index names the parts; a name with a path in it is refused."""
-    base = write_base(tmp_path / "base.gguf")
-    folder = peft(tmp_path / "peft")
-    (folder / "adapter_model.safetensors").rename(folder / "part-1.safetensors")
-    index = folder / "adapter_model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
-    assert len(plan_conversion(folder, base).targets) == 4
-    index.write_text(json.dumps({"weight_map": {"a": "../peft/part-1.safetensors"}}))
-    with pytest.raises(AdapterFormatError, match="files in this folder"):
-        plan_conversion(folder, base)
-
-
-def test_a_missing_file_says_where_to_look(tmp_path: Path) -> None:
-    """A folder of adapters, an empty folder and no folder are told apart."""
-    base = write_base(tmp_path / "base.gguf")
-    peft(tmp_path / "all" / "sql")
-    with pytest.raises(AdapterFormatError, match="adapters in its folders sql"):
-        plan_conversion(tmp_path / "all", base)
-    with pytest.raises(AdapterFormatError, match="no such file or folder"):
-        plan_conversion(tmp_path / "nothing", base)
-    (tmp_path / "all" / "sql" / "adapter_model.safetensors").unlink()
-    with pytest.raises(AdapterFormatError, match="expected the weights beside"):
-        plan_conversion(tmp_path / "all" / "sql", base)
-
-
 def test_values_beyond_f16_are_refused(tmp_path: Path) -> None:
     """A value that the wanted type cannot hold is an error, not an infinity."""
     base = write_base(tmp_path / "base.gguf")
-    tensors = dict(PAIR) | {QB: np.full((32, 4), 1e5, "f4")}
+    module = "model.layers.0.self_attn.v_proj"
+    tensors = lora({module: MODULES["self_attn.v_proj"]})
+    tensors[f"base_model.model.{module}.lora_B.weight"][0, 0] = 1e5
     folder = peft(tmp_path / "peft", tensors)
     with pytest.raises(AdapterFormatError, match=r"leaves the range.*f32 or bf16"):
         convert(folder, base, outtype="f16")

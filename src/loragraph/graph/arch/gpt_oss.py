@@ -14,7 +14,7 @@ from loragraph.graph.arch.family import About
 from loragraph.graph.blocks import Block, Ends
 from loragraph.graph.builder import Builder
 from loragraph.graph.experts import MoE
-from loragraph.model.experts import ExpertParams, read_counts, read_expert_width
+from loragraph.model.experts import read_experts
 from loragraph.model.hparams import HParams, read_hparams, read_windows
 from loragraph.model.keys import Keys
 from loragraph.model.rope import NEOX
@@ -30,14 +30,8 @@ class GptOss:
     def read_hparams(keys: Keys) -> HParams:
         """The generic keys, the window and the experts'."""
         hparams = read_hparams(keys, NEOX, needs_ffn=False)
-        n_expert, n_used = read_counts(keys)
-        experts = ExpertParams(
-            n_expert,
-            n_used,
-            read_expert_width(keys, 0, n_used),
-            gating="softmax of the chosen",
-            norm_weights=False,
-        )
+        experts = read_experts(keys, 0, own_width=True)
+        experts = replace(experts, gating="softmax of the chosen", norm_weights=False)
         base = keys.real("rope.freq_base_swa", default=hparams.rope.freq_base, low=1e-30)
         n_swa = keys.integer("attention.sliding_window", low=1)
         return replace(

@@ -13,7 +13,7 @@ from loragraph.graph.arch.family import About
 from loragraph.graph.blocks import Block, Ends, GatedFFN, RopeFactors
 from loragraph.graph.builder import Builder
 from loragraph.graph.experts import MoE
-from loragraph.model.experts import ExpertParams, read_counts
+from loragraph.model.experts import ExpertParams, read_experts
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.keys import MAX_SIZE, Keys
 from loragraph.model.rope import NORM
@@ -93,4 +93,5 @@ class _Layer:
 def _read_experts(keys: Keys, hparams: HParams) -> ExpertParams:
     """Experts are as wide as the dense feed-forward would be; a shared one has a key."""
     n_shared = keys.integer("expert_shared_feed_forward_length", default=0, high=MAX_SIZE)
-    return ExpertParams(*read_counts(keys), hparams.n_ff[0], n_ff_shared=n_shared)
+    experts = read_experts(keys, hparams.n_ff[0], own_width=False)
+    return replace(experts, n_ff_shared=n_shared)

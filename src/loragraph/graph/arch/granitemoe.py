@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from loragraph.graph.arch.family import About
 from loragraph.graph.arch.granite import Granite
-from loragraph.model.experts import read_counts
 from loragraph.model.hparams import HParams
 from loragraph.model.keys import Keys
 
@@ -22,5 +21,7 @@ class GraniteMoE(Granite):
     @staticmethod
     def read_hparams(keys: Keys) -> HParams:
         """Granite's keys, among which the experts' must be."""
-        read_counts(keys)
-        return replace(Granite.read_hparams(keys), has_positions=True)
+        hparams = Granite.read_hparams(keys)
+        if hparams.experts is None:
+            raise keys.error("expected at least 1, got none", "expert_count")
+        return replace(hparams, has_positions=True)

@@ -14,7 +14,7 @@ from loragraph.graph.arch.family import About
 from loragraph.graph.blocks import Block, Ends, GatedFFN, RopeFactors
 from loragraph.graph.builder import Builder
 from loragraph.graph.experts import MoE
-from loragraph.model.experts import ExpertParams, read_counts
+from loragraph.model.experts import read_experts
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.keys import Keys
 from loragraph.model.rope import NORM
@@ -38,7 +38,7 @@ class Llama:
                 raise keys.unsupported(
                     "experts of unlike widths in its layers", what="experts of unlike widths"
                 )
-            hparams = replace(hparams, experts=ExpertParams(*read_counts(keys), hparams.n_ff[0]))
+            hparams = replace(hparams, experts=read_experts(keys, hparams.n_ff[0], own_width=False))
         return hparams
 
     def __init__(self, hparams: HParams, weights: Weights) -> None:

@@ -33,7 +33,7 @@ class Phi3:
         """The generic keys; some models rotate a part of each head."""
         n_swa = keys.integer("attention.sliding_window", default=0)
         if n_swa:
-            # Its converters wrote windows that the models do not have, so llama.cpp drops them.
+            # As llama.cpp does, since its converters do not write the key rightly (its PR 13676).
             _log.warning("phi3: the sliding window of %d positions is laid aside", n_swa)
         return read_hparams(keys, NEOX, rotates_part=True)
 

@@ -13,7 +13,7 @@ from loragraph.graph.arch.family import About
 from loragraph.graph.blocks import Block, Ends
 from loragraph.graph.builder import Builder
 from loragraph.graph.experts import MoE
-from loragraph.model.experts import ExpertParams, read_counts, read_expert_width
+from loragraph.model.experts import read_experts
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.keys import MAX_SIZE, Keys
 from loragraph.model.rope import NEOX
@@ -29,20 +29,14 @@ class Qwen2MoE:
     def read_hparams(keys: Keys) -> HParams:
         """The generic keys, and the experts'."""
         hparams = read_hparams(keys, NEOX, needs_ffn=False)
-        n_expert, n_used = read_counts(keys)
         n_ff_shared = keys.integer(
             "expert_shared_feed_forward_length",
             default=hparams.n_ff[0] or None,
             low=1,
             high=MAX_SIZE,
         )
-        experts = ExpertParams(
-            n_expert,
-            n_used,
-            read_expert_width(keys, hparams.n_ff[0], n_used),
-            norm_weights=False,
-            n_ff_shared=n_ff_shared,
-        )
+        experts = read_experts(keys, hparams.n_ff[0], own_width=True)
+        experts = replace(experts, norm_weights=False, n_ff_shared=n_ff_shared)
         return replace(hparams, experts=experts)
 
     def __init__(self, hparams: HParams, weights: Weights) -> None:

@@ -13,7 +13,7 @@ from loragraph.graph.arch.family import About
 from loragraph.graph.blocks import Block, Ends
 from loragraph.graph.builder import Builder
 from loragraph.graph.experts import MoE
-from loragraph.model.experts import ExpertParams, read_counts, read_expert_width
+from loragraph.model.experts import read_experts
 from loragraph.model.hparams import HParams, read_hparams
 from loragraph.model.keys import Keys
 from loragraph.model.rope import NEOX
@@ -29,9 +29,7 @@ class Qwen3MoE:
     def read_hparams(keys: Keys) -> HParams:
         """The generic keys, and the experts'."""
         hparams = read_hparams(keys, NEOX, needs_ffn=False)
-        n_expert, n_used = read_counts(keys)
-        n_ff = read_expert_width(keys, hparams.n_ff[0], n_used)
-        return replace(hparams, experts=ExpertParams(n_expert, n_used, n_ff))
+        return replace(hparams, experts=read_experts(keys, hparams.n_ff[0], own_width=True))
 
     def __init__(self, hparams: HParams, weights: Weights) -> None:
         self.hparams = hparams

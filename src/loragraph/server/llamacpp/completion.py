@@ -243,10 +243,14 @@ class _Stream:
         run, asked = self._made[number]
         chunks = []
         for event in events:
-            if not event.piece and self._ends(event, asked.params):
-                continue  # no text, and no token of the text
             index = number * run.request.n + event.index
-            count = self._counts[index] = self._counts.get(index, 0) + 1
+            count = self._counts.get(index, 0)
+            if self._ends(event, asked.params):  # not a token of the text
+                if not event.piece:
+                    continue
+                event = replace(event, token=None)
+            else:
+                count = self._counts[index] = count + 1
             chunks.append(chunk_json(asked, event, index, self._vocab, count))
         return chunks
 
@@ -265,5 +269,6 @@ class _Stream:
         """Whether the event is that of a token which ends a generation, or of none."""
         if event.token is None:
             return True
-        ends = self._vocab.is_eog(event.token) or event.token in params.stop_token_ids
-        return event.finish_reason == "stop" and ends
+        if event.finish_reason != "stop":
+            return False
+        return event.token in self._vocab.eog_tokens or event.token in params.stop_token_ids

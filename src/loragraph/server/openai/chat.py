@@ -230,25 +230,25 @@ class _ChoiceDeltas:
 
 
 async def _chunks(chat: _Chat) -> AsyncGenerator[bytes, None]:
-    chunk = chat.head
+    chunk = sse.Chunks(chat.head)
     choices = [_ChoiceDeltas(chat, index) for index in range(chat.run.request.n)]
     last: dict[str, Any] | None = None  # waits, so that it can tell what made the answer
     async for batch in chat.run.events():
         for index, events in by_choice(batch):
             for entry in choices[index].of(events):
                 if last is not None:
-                    yield sse.data({**chunk, "choices": [last]})
+                    yield chunk.data(choices=[last])
                     last = None
                 if entry["finish_reason"] is None:
-                    yield sse.data({**chunk, "choices": [entry]})
+                    yield chunk.data(choices=[entry])
                 else:
                     last = entry
     result = chat.run.result
     assert result is not None
     assert last is not None
-    yield sse.data({**chunk, "choices": [last], **own_json(result)})
+    yield chunk.data(choices=[last], **own_json(result))
     if wants_usage(chat.body):
-        yield sse.data({**chunk, "choices": [], "usage": usage_json([result])})
+        yield chunk.data(choices=[], usage=usage_json([result]))
 
 
 def by_choice(batch: list[Event]) -> list[tuple[int, list[Event]]]:

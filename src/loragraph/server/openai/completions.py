@@ -165,7 +165,7 @@ class _ChoiceChunks:
 
 
 async def _chunks(job: _Job) -> AsyncGenerator[bytes, None]:
-    chunk = job.head
+    chunk = sse.Chunks(job.head)
     n = job.body.n or 1
     choices = [
         _ChoiceChunks(job, number * n + index, prompt)
@@ -179,14 +179,14 @@ async def _chunks(job: _Job) -> AsyncGenerator[bytes, None]:
             if entry is None:
                 continue
             if last is not None:
-                yield sse.data({**chunk, "choices": [last]})
+                yield chunk.data(choices=[last])
                 last = None
             if entry["finish_reason"] is None:
-                yield sse.data({**chunk, "choices": [entry]})
+                yield chunk.data(choices=[entry])
             else:
                 last = entry
     results = [run.result for run in job.runs if run.result is not None]
     own = own_json(results[-1]) if len(results) == 1 else {}
-    yield sse.data({**chunk, "choices": [last], **own})
+    yield chunk.data(choices=[last], **own)
     if wants_usage(job.body):
-        yield sse.data({**chunk, "choices": [], "usage": usage_json(results)})
+        yield chunk.data(choices=[], usage=usage_json(results))

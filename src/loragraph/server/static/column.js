@@ -14,6 +14,7 @@ export class Column {
   #answer = null; // of the run at hand
   #events = null;
   #frame = 0;
+  #facts = new Map(); // name -> its element
 
   /** `isBase`: the column without adapters. `on`: changed(moves), pick(column), remove(column). */
   constructor(isBase, on) {
@@ -101,8 +102,9 @@ export class Column {
     if (stopped && !answer.finish && !answer.error) answer.finish = "stopped";
     if (!answer.finish && !answer.error) this.fail("The answer broke off: the server went away.");
     // An unanswered question is no turn: the next one must not build on it.
-    if (content || !answer.error) this.history.push({ role: "assistant", content });
-    else this.history.pop();
+    const unanswered = content === "" && (answer.error || answer.finish === "stopped");
+    if (unanswered) this.history.pop();
+    else this.history.push({ role: "assistant", content });
     answer.element.classList.toggle("empty", content === "" && !answer.error);
     this.#showFacts();
   }
@@ -151,10 +153,19 @@ export class Column {
       ["from cache", prompt ? `${count(cached)} (${percent(cached, prompt)})` : "–"],
       ["end", busy ? "…" : endOf(answer)],
     ];
-    if (Array.isArray(adapters)) rows.push(["made by", madeBy(adapters)]);
-    const pair = ([name, value]) =>
-      h("div", { "data-fact": name }, h("dt", {}, name), h("dd", {}, value));
-    this.facts.replaceChildren(...rows.map(pair));
+    rows.push(["made by", Array.isArray(adapters) ? madeBy(adapters) : ""]);
+    for (const [name, value] of rows) this.#showFact(name, value);
+  }
+
+  #showFact(name, value) {
+    if (!this.#facts.has(name)) {
+      const fact = h("dd");
+      this.#facts.set(name, fact);
+      this.facts.append(h("div", { "data-fact": name }, h("dt", {}, name), fact));
+    }
+    const fact = this.#facts.get(name);
+    setText(fact, value);
+    fact.parentElement.hidden = value === "";
   }
 
   #name() {

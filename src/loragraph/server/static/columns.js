@@ -102,7 +102,7 @@ export class Columns {
     };
   }
 
-  /** The whole run failed: said once, above the columns, unless one of them told already. */
+  /** The whole run failed: why stands above the columns, once. */
   #failed(columns, error) {
     const known = error instanceof ApiError;
     notice(byId("ask-error"), known ? error.message : "The server's answer cannot be read.");

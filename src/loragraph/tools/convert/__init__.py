@@ -67,11 +67,9 @@ def convert(
     plan = plan_conversion(path, base, lib=lib)
     source = plan.source.resolve()
     named = name or source.name
-    target = (
-        Path(outfile)
-        if outfile is not None
-        else plan.source.parent / f"{source.name}-{outtype}.gguf"
-    )
+    # Beside the folder, also where it was named "." or "..".
+    beside = plan.source.parent if plan.source.name not in ("", "..") else source.parent
+    target = Path(outfile) if outfile is not None else beside / f"{source.name}-{outtype}.gguf"
     if not dry_run:
         write_plan(plan, target, outtype, named)
     return target, plan

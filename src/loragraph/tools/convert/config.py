@@ -67,6 +67,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] | None = None
     dora: bool = False
     trains_biases: bool = False  # those of the base
+    lora_bias: bool = False
     invocation_tokens: tuple[int, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     token_indices: Mapping[str, tuple[int, ...]] | None = None  # module name -> token ids
@@ -123,6 +124,7 @@ def _peft(fields: _Fields) -> AdapterConfig:
         alpha_pattern=fields.pattern("alpha_pattern"),
         dora=fields.flag("use_dora"),
         trains_biases=biases != "none",
+        lora_bias=fields.flag("lora_bias"),
         invocation_tokens=tokens,
         modules_to_save=fields.names("modules_to_save"),
         token_indices=_token_indices(fields),
@@ -176,9 +178,9 @@ def _refuse_variants(fields: _Fields) -> None:
     if isinstance(init, str) and init.lower().startswith(_EDITS_BASE):
         raise _unsupported(
             fields.path,
-            f"init_lora_weights '{init}' changed the weights of the base before training, so the "
-            "adapter does not fit the base that is in the GGUF file",
-            f"init_lora_weights {init}",
+            f"init_lora_weights {init!r:.60} changed the weights of the base before training, so "
+            "the adapter does not fit the base that is in the GGUF file",
+            f"init_lora_weights {init!r:.60}",
             "save it again with save_pretrained(path_initial_model_for_weight_conversion=…), "
             "which makes it fit the original base",
         )
@@ -260,8 +262,8 @@ class _Fields:
         value = self.config.get(key)
         if value is None:
             return default
-        if not isinstance(value, str) or len(value) > 4096:
-            raise self.wrong(key, "a string")
+        if not isinstance(value, str) or len(value) > 4096 or not value.isprintable():
+            raise self.wrong(key, "a printable string")
         return value
 
     def flag(self, key: str) -> bool:
@@ -290,11 +292,12 @@ class _Fields:
 
     def names(self, key: str) -> tuple[str, ...]:
         value: Any = self.config.get(key) or ()
-        if isinstance(value, str):
-            return (value,)
-        if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, Sequence) or not all(
+            isinstance(name, str) and name and name.isprintable() for name in names
+        ):
             raise self.wrong(key, "a list of names")
-        return tuple(value)
+        return tuple(names)
 
     def pattern(self, key: str, *, integers: bool = False) -> Any:
         """A table of regular expressions to numbers, {} where there is none."""

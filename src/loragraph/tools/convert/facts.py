@@ -11,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo, base_info_from_gguf
-from loragraph.errors import GGUFError
+from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.lib import Library
 from loragraph.ggml.quants import to_f32
 from loragraph.model.files import split_paths
 
 Values = NDArray[np.float32]
+
+_GEMMA3_IMAGE_TOKENS = 64
+_FOLDED = "prism.hadamard."
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class BaseFacts:
     names: tuple[str, ...]  # what the file calls itself and what it was made of
     tensors: Mapping[str, TensorInfo]
     lib: Library
+    folded: bool = False  # weights were rotated when the file was made
 
     def rows(self, name: str, ids: Sequence[int] | None = None) -> Values:
         """A weight, or the rows `ids` of it, as f32 (n, n_in); a tied head is the token table."""
@@ -38,11 +42,28 @@ class BaseFacts:
         if info is None and name == OUTPUT and self.info.tied:
             info = self.tensors[TOKEN_EMBD]
         assert info is not None  # the plan checked it
+        if self.folded:
+            raise UnsupportedError(
+                f"{name}: what was trained whole is compared with the base's weights, and those of "
+                "a Hadamard-folded base are rotated",
+                what="weights trained whole, for a folded base",
+                hint="convert for a base that is not folded",
+            )
         n_in, n_rows = info.ne[0], info.n_elements // info.ne[0]
         data = _read_rows(info, n_rows, ids)
         out = np.empty((len(data), n_in), np.float32)
         to_f32(self.lib, info.type, data.reshape(-1), out)
         return out
+
+    def padding(self, target: str, n_rows: int) -> int:
+        """Rows by which a trained table or head is longer than the base's, where that is known.
+
+        Gemma 3's checkpoints that can see have 64 rows for image tokens behind the vocabulary,
+        which its GGUF files leave out: no text reads them. Any other surplus is another base.
+        """
+        surplus = n_rows - self.info.targets[target].ne[1]
+        known = self.info.arch == "gemma3" and target in (TOKEN_EMBD, OUTPUT)
+        return surplus if known and surplus == _GEMMA3_IMAGE_TOKENS else 0
 
 
 def _read_rows(info: TensorInfo, n_rows: int, ids: Sequence[int] | None) -> NDArray[np.uint8]:
@@ -86,6 +107,7 @@ def read_base(lib: Library, path: Path) -> BaseFacts:
             tuple(str(name) for name in found if isinstance(name, str) and name),
             {name: tensor for file in files for name, tensor in file.tensors.items()},
             lib,
+            any(key.startswith(_FOLDED) for key in first),
         )
 
 

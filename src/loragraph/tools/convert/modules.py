@@ -100,6 +100,16 @@ def _check_complete(path: Path, module: Module, config: AdapterConfig) -> None:
             f"{module.name}: {min(part.value for part in extra)} is there, its pair is missing",
             path=path,
         )
+    has_bias = Part.B_BIAS in module.parts
+    if Part.A in module.parts and has_bias != config.lora_bias:
+        expected = (
+            "a bias of lora_B (lora_bias is true)" if config.lora_bias else "no bias of lora_B"
+        )
+        raise AdapterFormatError(
+            f"{module.name}: expected {expected}",
+            path=path,
+            hint="weights and adapter_config.json are not of the same training",
+        )
     has_magnitude = Part.MAGNITUDE in module.parts
     if module.lowrank and has_magnitude != config.dora:
         expected = "a magnitude vector (use_dora is true)" if config.dora else "no magnitude vector"
@@ -114,7 +124,7 @@ def _check_promises(path: Path, modules: list[Module], config: AdapterConfig) ->
     """What the configuration says was trained must be in the file."""
     full = [module.name for module in modules if Part.FULL in module.parts]
     for name in config.modules_to_save:
-        if not any(module == name or module.endswith(f".{name}") for module in full):
+        if not any(module.endswith(name) for module in full):  # PEFT's rule
             raise AdapterFormatError(
                 f"modules_to_save names '{name}', whose weight is not in the file",
                 path=path,

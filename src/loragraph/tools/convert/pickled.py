@@ -79,7 +79,14 @@ def _load(path: Path) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as exc:
+    except pickle.UnpicklingError as exc:
+        raise AdapterFormatError(
+            "torch cannot read it with weights_only: it holds more than plain tensors, and loading "
+            "those could run a program",
+            path=path,
+            hint="save the adapter with safe_serialization=True",
+        ) from exc
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as exc:
         reason = str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__
         raise AdapterFormatError(
             f"torch cannot read it with weights_only: {reason}", path=path

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.adapters.base import TOKEN_EMBD, TargetKind
+from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, TargetKind
 from loragraph.errors import AdapterFormatError, AdapterMismatchError, UnsupportedError
 from loragraph.tools.convert.config import AdapterConfig
 from loragraph.tools.convert.facts import BaseFacts
@@ -103,6 +103,8 @@ class PieceMaker:
         rank, n_in = a.shape
         n_out = b.shape[0]
         self._check_rank(module, rank, b.shape[1])
+        if self._names.lookup(module.name) == "output":
+            n_out -= self._facts.padding(OUTPUT, n_out)
         places = self._names.places(module.name, n_out)
         self._check_sizes(module, places, n_in, n_out)
         scale = module_scale(self._config, module.name, rank)
@@ -122,8 +124,13 @@ class PieceMaker:
         self._check_rank(module, rank, b.shape[1])
         place = self._table_place(module, n_vocab, b.shape[0])
         scale = module_scale(self._config, module.name, rank)
+        n_rows = self._facts.info.targets[TOKEN_EMBD].ne[1]
         return Piece(
-            module.name, place, rank, scale, lambda: (self._read(a.name).T, self._read(b.name))
+            module.name,
+            place,
+            rank,
+            scale,
+            lambda: (self._read(a.name).T[:n_rows], self._read(b.name)),
         )
 
     def _table_place(self, module: Module, n_vocab: int, n_embd: int) -> Place:
@@ -131,6 +138,7 @@ class PieceMaker:
         if name is None or f"{name}.weight" != TOKEN_EMBD:
             raise AdapterMismatchError(f"{module.name}: the base has no such table")
         target = self._facts.info.targets[TOKEN_EMBD]
+        n_vocab -= self._facts.padding(TOKEN_EMBD, n_vocab)
         if (n_embd, n_vocab) != target.ne[:2]:
             raise AdapterMismatchError(
                 f"{module.name}: the adapter's table has {n_vocab} tokens of {n_embd} values, the "
@@ -161,10 +169,11 @@ class PieceMaker:
         n_out = b.shape[1]
         if self._names.lookup(module.name) == "token_embd":
             place = self._table_place(module, n_in, n_out)
+            n_rows = self._facts.info.targets[TOKEN_EMBD].ne[1]
             return [
                 Piece(
                     module.name, place, rank, module_scale(self._config, module.name, rank),
-                    lambda: (self._read(a.name), self._read(b.name).T),
+                    lambda: (self._read(a.name)[:n_rows], self._read(b.name).T),
                 )
             ]  # fmt: skip
         places = self._names.places(module.name, n_out)

@@ -213,9 +213,11 @@ def _planned(
 ) -> PlannedTarget:
     target = base.info.targets[name]
     methods = {piece.method for piece in pieces}
-    if "weights" in methods and len(pieces) > 1:
+    if len(methods) > 1:
         raise UnsupportedError(
-            f"{name}: it was trained whole and has a low-rank pair too", what="both for one weight"
+            f"{name}: it was trained in several ways: {', '.join(sorted(methods))}",
+            what="several ways of training for one weight",
+            hint="merge it in PEFT (merge_and_unload) and convert the whole model",
         )
     rank = _total_rank(pieces)
     if rank > MAX_RANK:
@@ -228,8 +230,6 @@ def _planned(
             what="DoRA of a part of a fused weight",
             hint="merge it in PEFT (merge_and_unload) and convert the whole model",
         )
-    if magnitude and len(methods) > 1:
-        raise UnsupportedError(f"{name}: DoRA and trained tokens", what="DoRA and trained tokens")
     return PlannedTarget(
         name, target.kind, target.ne[:3], rank, tuple(pieces), tuple(magnitude), tuple(bias)
     )
@@ -256,13 +256,8 @@ def _tied_output(
         return None
     if any(target.target == OUTPUT for target in targets):
         return False
-    methods = {piece.method for piece in table.pieces}
-    if len(methods) > 1 and not config.ties_head:
-        raise UnsupportedError(
-            f"{TOKEN_EMBD}: the tied head follows its trained tokens and not its low-rank pair",
-            what="trained tokens and a low-rank pair of a tied table",
-        )
-    return config.ties_head or config.source == "mlx" or methods == {"tokens"}
+    trains_tokens = table.pieces[0].method == "tokens"
+    return config.ties_head or config.source == "mlx" or trains_tokens
 
 
 def _check_base(base: BaseFacts, config: AdapterConfig) -> None:

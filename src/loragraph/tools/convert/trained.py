@@ -38,18 +38,17 @@ class TrainedMaker:
         self.skipped: list[str] = []  # tensors that were saved but not trained
 
     def is_trained(self, module: Module) -> bool:
-        """Whether the module's whole weight was trained, by the configuration."""
-        return any(
-            module.name == name or module.name.endswith(f".{name}")
-            for name in self._config.modules_to_save
-        )
+        """Whether the module's whole weight was trained, by PEFT's rule."""
+        return any(module.name.endswith(name) for name in self._config.modules_to_save)
 
     def weight(self, module: Module) -> list[Piece]:
         """The delta of a whole weight; [] for one that was saved without being trained."""
         info = module.part(Part.FULL)
         target = self._target(module)
         wanted = self._facts.info.targets[target]
-        if len(info.shape) != 2 or info.shape != (wanted.ne[1], wanted.ne[0]):
+        n_out, n_in = info.shape if len(info.shape) == 2 else (0, 0)
+        n_out -= self._facts.padding(target, n_out)
+        if (n_in, n_out) != wanted.ne[:2]:
             raise AdapterMismatchError(
                 f"{module.name}: the adapter's weight has the shape {list(info.shape)}, the base's "
                 f"{target} {[wanted.ne[1], wanted.ne[0]]}",
@@ -59,7 +58,6 @@ class TrainedMaker:
             # PEFT saves tables and heads beside a pair of theirs, as they were.
             self.skipped.append(info.name)
             return []
-        n_out, n_in = info.shape
         rank = min(n_in, n_out)
         if rank > MAX_RANK:
             raise UnsupportedError(
@@ -71,7 +69,7 @@ class TrainedMaker:
         part = target.removesuffix(".weight")
 
         def delta() -> Values:
-            values = reordered(self._read(info.name), row_heads(self._facts, part))
+            values = reordered(self._read(info.name)[:n_out], row_heads(self._facts, part))
             return values - self._facts.rows(target)
 
         return [

@@ -6,8 +6,9 @@ The two questions that people come with: the output does not change at all; the 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, BaseInfo
@@ -30,6 +31,13 @@ __all__ = ["Diagnosis", "Finding", "diagnose"]
 Paths = str | os.PathLike[str]
 
 
+class AdapterOptions(TypedDict):
+    """How an adapter is loaded; see `Adapter.load`."""
+
+    ignore_norm: bool
+    tied_output: bool | None
+
+
 def diagnose(
     base: Paths,
     adapter: Paths,
@@ -49,59 +57,80 @@ def diagnose(
     was quantised. What is wrong with the adapter is in the diagnosis; what is wrong with the other
     files, or with an argument, raises LoragraphError.
     """
-    folder = None if ggml_folder is None else Path(ggml_folder)
-    lib = load_library(folder)
-    base_path, path = Path(base), Path(adapter)
+    given = _Given(
+        Path(base),
+        Path(adapter),
+        None if peft is None else Path(peft),
+        None if f16_base is None else Path(f16_base),
+        ignore_norm,
+        tied_output,
+        n_threads,
+        None if ggml_folder is None else Path(ggml_folder),
+    )
     found = Diagnosis()
-    with memory_errors(os.fspath(base)), ExitStack() as stack:
-        files = stack.enter_context(ModelFiles(lib, base_path))
+    with memory_errors(os.fspath(base)):
+        if _check_files(given, found):
+            _check_outputs(given, NEUTRAL_TEXT if text is None else text, found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the caller gave."""
+
+    base: Path
+    adapter: Path
+    peft: Path | None
+    f16_base: Path | None
+    ignore_norm: bool
+    tied_output: bool | None
+    n_threads: int | None
+    ggml_folder: Path | None
+
+    def options(self) -> AdapterOptions:
+        """How the adapter is to be loaded."""
+        return {"ignore_norm": self.ignore_norm, "tied_output": self.tied_output}
+
+
+def _check_files(given: _Given, found: Diagnosis) -> bool:
+    """All that the files themselves tell; whether something can be computed with them."""
+    lib = load_library(given.ggml_folder)
+    with ModelFiles(lib, given.base) as files:
         info = base_of(files)
-        problems = check_adapter(lib, path, info, ignore_norm=ignore_norm, tied_output=tied_output)
+        problems = check_adapter(lib, given.adapter, info, **given.options())
         for problem in problems:
             found.add("problem", "fit", str(problem))
         if problems:
-            return found
-        base_rows = FileRows(lib, files.tensors)
-        loaded = stack.enter_context(
-            read_adapter(
-                lib,
-                path,
-                info,
-                ignore_norm=ignore_norm,
-                tied_output=tied_output,
-                rows=base_rows,
-            )
-        )
-        _check_coverage(loaded, found)
-        _check_scale(loaded, found)
-        _check_tied(loaded, info, found)
-        check_strength(lib, loaded, files.tensors, found)
-        if peft is not None:
-            check_folder(lib, loaded, files.path, info, base_rows, Path(peft), found)
-        cannot_load = load_problem(lib, base_path)
-        if cannot_load is not None:
-            found.add("warning", "text", f"nothing could be computed with this base: {cannot_load}")
-            return found
-    with Model.load(base_path, n_threads=n_threads, ggml_folder=folder) as model:
-        tokens = tokens_of(model, NEUTRAL_TEXT if text is None else text)
-        runnable = model.load_adapter(path, ignore_norm=ignore_norm, tied_output=tied_output)
-        rows = check_text(model, runnable, tokens, found)
-    if f16_base is not None:
-        check_f16(
-            base_path,
-            Path(f16_base),
-            path,
-            tokens,
-            rows,
-            found,
-            n_threads=n_threads,
-            ggml_folder=folder,
-            ignore_norm=ignore_norm,
-            tied_output=tied_output,
-        )
-    if peft is not None:
-        check_logits(base_path, Path(peft), tokens, rows, found)
-    return found
+            return False
+        rows = FileRows(lib, files.tensors)
+        with read_adapter(lib, given.adapter, info, rows=rows, **given.options()) as adapter:
+            _check_coverage(adapter, found)
+            _check_scale(adapter, found)
+            _check_tied(adapter, info, found)
+            if given.peft is not None:
+                check_folder(lib, adapter, files.path, info, rows, given.peft, found)
+            settled = given.peft is not None and found.ok
+            check_strength(lib, adapter, files.tensors, found, as_trained=settled)
+    cannot_load = load_problem(lib, given.base)
+    if cannot_load is not None:
+        found.add("warning", "text", f"nothing could be computed with this base: {cannot_load}")
+    return cannot_load is None
+
+
+def _check_outputs(given: _Given, text: str, found: Diagnosis) -> None:
+    """All that the outputs tell."""
+    threads, folder = given.n_threads, given.ggml_folder
+    with Model.load(given.base, n_threads=threads, ggml_folder=folder) as model:
+        tokens = tokens_of(model, text)
+        adapter = model.load_adapter(given.adapter, **given.options())
+        rows = check_text(model, adapter, tokens, found)
+        is_alora = bool(adapter.invocation_tokens)
+    if given.f16_base is not None:
+        with Model.load(given.f16_base, n_threads=threads, ggml_folder=folder) as model:
+            adapter = model.load_adapter(given.adapter, **given.options())
+            check_f16(model, adapter, tokens, rows, found)
+    if given.peft is not None and not is_alora:  # PEFT starts an aLoRA at its invocation
+        check_logits(given.base, given.peft, tokens, rows, found)
 
 
 def _check_coverage(adapter: Adapter, found: Diagnosis) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from loragraph.tools.doctor.report import Diagnosis
-from loragraph.tools.doctor.text import LogProbs
+from loragraph.tools.doctor.text import Logits, chunks
 
 _PACKAGES = ("torch", "transformers", "peft")
 # What transformers raises for a GGUF file, or a folder, that it cannot read.
@@ -27,7 +27,7 @@ def check_logits(
     base: Path,
     folder: Path,
     tokens: Sequence[int],
-    rows: tuple[LogProbs, LogProbs],
+    rows: tuple[Logits, Logits],
     found: Diagnosis,
 ) -> None:
     """Compares with PEFT, or says why that was not possible."""
@@ -57,21 +57,27 @@ def check_logits(
         found.add("fact", "peft logits", f"{text}: it does what PEFT does")
 
 
-def _peft_rows(base: Path, folder: Path, tokens: Sequence[int]) -> tuple[LogProbs, LogProbs]:
-    """Log-probabilities of base and adapter as PEFT computes them, in f32."""
+def _peft_rows(base: Path, folder: Path, tokens: Sequence[int]) -> tuple[Logits, Logits]:
+    """Logits of base and adapter as PEFT computes them, in f32."""
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     peft: Any = importlib.import_module("peft")
+    transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(base.parent), gguf_file=base.name, dtype=torch.float32, local_files_only=True
     )
     ids = torch.tensor([list(tokens)])
     with torch.no_grad():
-        plain = torch.log_softmax(model(ids).logits[0].double(), dim=-1).numpy()
+        plain = model(ids).logits[0].float().numpy()
         adapted = peft.PeftModel.from_pretrained(model, str(folder))
-        full = torch.log_softmax(adapted(ids).logits[0].double(), dim=-1).numpy()
+        full = adapted(ids).logits[0].float().numpy()
     return plain, full
 
 
-def _nmse(actual: LogProbs, expected: LogProbs) -> float:
-    return float(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+def _nmse(actual: Logits, expected: Logits) -> float:
+    """Of the log-probabilities."""
+    error = power = 0.0
+    for one, other in chunks(actual, expected):
+        error += float(np.sum((one - other) ** 2))
+        power += float(np.sum(other**2))
+    return error / power

@@ -36,9 +36,17 @@ def inner_product(one: Delta, other: Delta) -> float:
 
 
 def check_strength(
-    lib: Library, adapter: Adapter, tensors: Mapping[str, TensorInfo], found: Diagnosis
+    lib: Library,
+    adapter: Adapter,
+    tensors: Mapping[str, TensorInfo],
+    found: Diagnosis,
+    *,
+    as_trained: bool = False,
 ) -> None:
-    """Ratios of norms for all targets, and what they say."""
+    """Ratios of norms for all targets, and what they say.
+
+    `as_trained`: the comparison with the training's own files has settled the strength.
+    """
     ratios: dict[str, float] = {}
     for target in adapter.pairs:
         delta = delta_of([Term(Use(adapter, 1.0), target)])
@@ -61,7 +69,9 @@ def check_strength(
         f"the change is {median:.2%} of the weights (median of norm ratios; largest {largest:.2%}, "
         f"{worst})"
     )
-    if median > HUGE:
+    if as_trained:
+        found.add("fact", "strength", f"{text}, as it was trained")
+    elif median > HUGE:
         found.add("problem", "strength", f"{text}: {_suspicion(adapter, median)}")
     elif median > LARGE:
         found.add("warning", "strength", f"{text}: {_suspicion(adapter, median)}")

@@ -7,7 +7,7 @@ perplexity is exp of the mean negative log-likelihood of the text's own tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from loragraph.errors import ConfigError
 from loragraph.tools.doctor.report import Diagnosis
 
 MAX_TOKENS = 512
+_MAX_LOGITS = 1 << 25  # of one run: 128 MB; three are kept
+_CHUNK_ROWS = 16
 MAX_TEXT_BYTES = 1 << 20
 UNCHANGED, HARDLY = 1e-9, 1e-4  # KL in nats
 WORSE = 3.0  # times the base's perplexity
@@ -40,7 +42,7 @@ NEUTRAL_TEXT = (
 )
 """What is read when no text is given: plain English, no instructions, nothing to recite."""
 
-LogProbs = NDArray[np.float64]  # (n_tokens, n_vocab)
+Logits = NDArray[np.float32]  # (n_tokens, n_vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +68,50 @@ def read_text(path: Path) -> str:
 
 
 def tokens_of(model: Model, text: str) -> list[int]:
-    """The first MAX_TOKENS tokens of a text; ConfigError where there are fewer than two."""
-    limit = min(MAX_TOKENS, model.hparams.n_ctx_train)
+    """The first tokens of a text, as many as are measured; ConfigError for fewer than two."""
+    limit = min(MAX_TOKENS, model.hparams.n_ctx_train, _MAX_LOGITS // model.hparams.n_vocab)
     tokens = model.vocab.tokenize(text)[:limit]
     if len(tokens) < 2:
         raise ConfigError(f"expected at least 2 tokens of text, got {len(tokens)}", field="text")
     return list(tokens)
 
 
-def log_probs(context: Context, tokens: Sequence[int], scales: Mapping[Adapter, float]) -> LogProbs:
-    """Log-probabilities of the next token at each position of a fresh sequence."""
+def logits_of(context: Context, tokens: Sequence[int], scales: Mapping[Adapter, float]) -> Logits:
+    """Logits at each position of a fresh sequence."""
     context.clear()
     context.set_adapters(scales)
-    logits = context.decode(tokens).astype(np.float64)
-    logits -= logits.max(axis=1, keepdims=True)
-    rows: LogProbs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return context.decode(tokens)
+
+
+def log_softmax(logits: Logits) -> NDArray[np.float64]:
+    """Log-probabilities of a few rows, f64."""
+    rows: NDArray[np.float64] = logits.astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
     return rows
 
 
-def perplexity(rows: LogProbs, tokens: Sequence[int]) -> float:
+def chunks(*logits: Logits) -> Iterator[tuple[NDArray[np.float64], ...]]:
+    """Log-probabilities of the same rows of each, a few at a time: f64 of all would be large."""
+    for start in range(0, len(logits[0]), _CHUNK_ROWS):
+        yield tuple(log_softmax(one[start : start + _CHUNK_ROWS]) for one in logits)
+
+
+def perplexity(logits: Logits, tokens: Sequence[int]) -> float:
     """exp of the mean negative log-likelihood; infinite where it overflows or is not finite."""
-    likelihoods = rows[np.arange(len(tokens) - 1), np.asarray(tokens[1:])]
-    mean = -float(np.mean(likelihoods))
+    total, position = 0.0, 1
+    for (rows,) in chunks(logits[:-1]):
+        targets = np.asarray(tokens[position : position + len(rows)])
+        total -= float(rows[np.arange(len(rows)), targets].sum())
+        position += len(rows)
+    mean = total / (len(tokens) - 1)
     return math.exp(mean) if mean < 700 else math.inf  # false for NaN too
 
 
-def divergence(p: LogProbs, q: LogProbs) -> float:
+def divergence(p: Logits, q: Logits) -> float:
     """KL(p || q), the mean over positions, in nats."""
-    return float(np.mean(np.sum(np.exp(p) * (p - q), axis=1)))
+    total = sum(float(np.sum(np.exp(one) * (one - other))) for one, other in chunks(p, q))
+    return total / len(p)
 
 
 def exact_context(model: Model, n_tokens: int) -> Context:
@@ -103,11 +121,11 @@ def exact_context(model: Model, n_tokens: int) -> Context:
 
 def check_text(
     model: Model, adapter: Adapter, tokens: Sequence[int], found: Diagnosis
-) -> tuple[LogProbs, LogProbs]:
-    """Measures base, adapter and half scale; gives the rows of base and adapter."""
+) -> tuple[Logits, Logits]:
+    """Measures base, adapter and half scale; gives the logits of base and adapter."""
     with exact_context(model, len(tokens)) as context:
-        base = log_probs(context, tokens, {})
-        rows = {scale: log_probs(context, tokens, {adapter: scale}) for scale in (0.5, 1.0)}
+        base = logits_of(context, tokens, {})
+        rows = {scale: logits_of(context, tokens, {adapter: scale}) for scale in (0.5, 1.0)}
     effects = {
         scale: Effect(
             scale,
@@ -154,30 +172,25 @@ def _judge(before: float, half: Effect, full: Effect, found: Diagnosis) -> None:
 
 
 def check_f16(
-    path: Path,
-    f16: Path,
-    adapter_path: Path,
+    model: Model,
+    adapter: Adapter,
     tokens: Sequence[int],
-    rows: tuple[LogProbs, LogProbs],
+    rows: tuple[Logits, Logits],
     found: Diagnosis,
-    *,
-    n_threads: int | None,
-    ggml_folder: Path | None,
-    ignore_norm: bool,
-    tied_output: bool | None,
 ) -> None:
-    """The same text on an F16 base: is a drift the adapter's or the quantisation's?"""
-    with Model.load(f16, n_threads=n_threads, ggml_folder=ggml_folder) as model:
-        if model.hparams.n_vocab != rows[0].shape[1]:
-            raise ConfigError(
-                f"{f16}: expected {rows[0].shape[1]} tokens in the vocabulary, as {path} has, got "
-                f"{model.hparams.n_vocab}",
-                field="f16_base",
-            )
-        adapter = model.load_adapter(adapter_path, ignore_norm=ignore_norm, tied_output=tied_output)
-        with exact_context(model, len(tokens)) as context:
-            base = log_probs(context, tokens, {})
-            full = log_probs(context, tokens, {adapter: 1.0})
+    """The same text on an F16 base: is a drift the adapter's or the quantisation's?
+
+    `rows`: the logits of the quantised base and of the adapter on it.
+    """
+    if model.hparams.n_vocab != rows[0].shape[1]:
+        raise ConfigError(
+            f"{model.path}: expected {rows[0].shape[1]} tokens in the vocabulary, as of the other "
+            f"base, got {model.hparams.n_vocab}",
+            field="f16_base",
+        )
+    with exact_context(model, len(tokens)) as context:
+        base = logits_of(context, tokens, {})
+        full = logits_of(context, tokens, {adapter: 1.0})
     kl_base, kl_full = divergence(base, rows[0]), divergence(full, rows[1])
     effect = divergence(base, full)
     found.numbers["f16"] = {

@@ -1,0 +1,103 @@
+"""Control tokens that mark calls: not part of texts, and yet the parser has to see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragraph.engine.params import SamplingParams
+from loragraph.engine.request import Choice, Event, Request
+from loragraph.server.mixes import RequestMix
+from loragraph.server.openai import chat
+from loragraph.server.openai.fields import ChatBody
+from loragraph.server.runs import Run
+from loragraph.server.tools import MistralCalls, ToolCall
+from tests.server.serving import Served, serving, write_files
+from tests.tiny import TinyLlama
+from tests.tiny_vocab import spm_metadata
+
+TEMPLATE = "{{ tools }}[TOOL_CALLS]{% for message in messages %}{{ message.content }}{% endfor %}"
+CALL = '[{"name": "now", "arguments": {}}]'
+MARK = 3  # the token's id
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose vocabulary has [TOOL_CALLS] as a control token."""
+    folder: Path = tmp_path_factory.mktemp("marks")
+    tokens: Any = spm_metadata(320)["tokenizer.ggml.tokens"]
+    tokens = [*tokens[:MARK], "[TOOL_CALLS]", *tokens[MARK + 1 :]]
+    extra = {"tokenizer.ggml.tokens": tokens, "tokenizer.chat_template": TEMPLATE}
+    write_files(folder, TinyLlama(extra=extra))
+    with serving(folder) as one:
+        yield one
+
+
+@pytest.fixture
+def job(served: Served) -> chat._Chat:
+    """A chat with one tool."""
+    body = ChatBody.model_validate(
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "function", "function": {"name": "now"}}],
+        }
+    )
+    request = Request([5], {}, SamplingParams())
+    run = Run(served.state, request, RequestMix("base", {}), "req-1", "chat")
+    marks = chat._marks(served.state, TEMPLATE)
+    return chat._Chat(served.state, body, run, lambda: MistralCalls(frozenset({"now"})), marks)
+
+
+def test_marks_are_control_tokens_of_the_template(job: chat._Chat) -> None:
+    """Only those; <tool_call> is not in this template, and no token of this vocabulary."""
+    assert job.marks == {MARK: "[TOOL_CALLS]"}
+
+
+def test_a_stream_with_a_control_token_as_mark(job: chat._Chat) -> None:
+    """The mark's event has no text, and yet the call is found."""
+    deltas = chat._ChoiceDeltas(job, 0)
+    pieces = [(" Yes.", 50), ("", MARK), (CALL[:9], 51), (CALL[9:], 52)]
+    entries = [e for piece, token in pieces for e in deltas.of([Event(0, piece, token)])]
+    entries += deltas.of([Event(0, "", 2, "stop")])
+
+    texts = "".join(entry["delta"].get("content", "") for entry in entries)
+    calls = [call for entry in entries for call in entry["delta"].get("tool_calls", [])]
+    assert texts == " Yes."
+    assert [call["function"]["name"] for call in calls] == ["now"]
+    assert entries[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_whole_answer_with_a_control_token_as_mark(served: Served, job: chat._Chat) -> None:
+    """The text is made again from the tokens, with the mark."""
+    vocab = served.engine.model.vocab
+    tokens = (
+        *vocab.tokenize("Yes.", add_special=False),
+        MARK,
+        *vocab.tokenize(CALL, add_special=False),
+    )
+    text = vocab.detokenize(tokens, special=False)
+    choice = Choice(0, text, tokens, "stop", None, 1, 0)
+
+    entry = chat._choice(job, choice)
+
+    assert entry["finish_reason"] == "tool_calls"
+    assert "Yes." in entry["message"]["content"]
+    assert json.loads(entry["message"]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+def test_one_call_where_parallel_calls_are_refused(job: chat._Chat) -> None:
+    """parallel_tool_calls false: the first call counts, in a stream as in a whole answer."""
+    job.body.parallel_tool_calls = False
+    two = CALL[:-1] + "," + CALL[1:]
+    deltas = chat._ChoiceDeltas(job, 0)
+
+    entries = deltas.of([Event(0, "", MARK), Event(0, two, 50, "stop")])
+    whole = job.allowed([ToolCall("now", "{}", "1"), ToolCall("now", "{}", "2")])
+
+    calls = [call for entry in entries for call in entry["delta"].get("tool_calls", [])]
+    assert len(calls) == 1
+    assert [call.id for call in whole] == ["1"]
