@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,27 @@ def variant(name: str, cache: Path, base: Path | None = None) -> Path:
     return made
 
 
-def random_adapter(base: Path, cache: Path, *, rank: int = 16, seed: int = 0) -> Path:
-    """An F16 adapter of `rank` with alpha = rank on all seven linear weights of every layer."""
-    made = cache / f"{base.stem}-random-r{rank}-s{seed}-{_stamp(base)}.gguf"
+def random_adapter(
+    base: Path, cache: Path, *, rank: int = 16, seed: int = 0, invocation: Sequence[int] = ()
+) -> Path:
+    """An F16 adapter of `rank` with alpha = rank on all seven linear weights of every layer.
+
+    With `invocation` it is an aLoRA.
+    """
+    kind = "alora" if invocation else "random"
+    made = cache / f"{base.stem}-{kind}-r{rank}-s{seed}-{_stamp(base)}.gguf"
     if not made.exists():
         with _atomic(made) as path:
-            _write_adapter(base, path, rank, seed)
+            _write_adapter(base, path, rank, seed, invocation)
+    return made
+
+
+def wide_vocabulary(cache: Path) -> Path:
+    """A random llama model of Qwen2.5-0.5B's sizes, Q4_0: the base's vocabulary and fillers."""
+    made = cache / f"wide-vocabulary-{_FORMAT}.gguf"
+    if not made.exists():
+        with _atomic(made) as path:
+            _write_wide(gguf.GGUFReader(base_path()), path)
     return made
 
 
@@ -193,12 +208,88 @@ def _quantise(
         raise ValueError(f"type {type_}: expected {out.nbytes} bytes, got {n}")
 
 
-def _write_adapter(base: Path, path: Path, rank: int, seed: int) -> None:
+_WIDE = {
+    "n_vocab": 151_936,
+    "n_embd": 896,
+    "n_layer": 24,
+    "n_head": 14,
+    "n_head_kv": 2,
+    "n_ff": 4864,
+}
+
+
+def _write_wide(reader: gguf.GGUFReader, path: Path) -> None:
+    """Blocks of random bits: the values mean nothing, the work is that of a real model."""
+    sizes = _WIDE
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith("tokenizer."):
+            continue
+        value = field.contents()
+        if key == "tokenizer.ggml.tokens":
+            value = [*value, *(f"<filler {i}>" for i in range(sizes["n_vocab"] - len(value)))]
+        elif key == "tokenizer.ggml.token_type":
+            value = [*value, *([1] * (sizes["n_vocab"] - len(value)))]
+        sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, field.types[0], sub_type)
+    writer.add_vocab_size(sizes["n_vocab"])
+    writer.add_context_length(4096)
+    writer.add_embedding_length(sizes["n_embd"])
+    writer.add_block_count(sizes["n_layer"])
+    writer.add_feed_forward_length(sizes["n_ff"])
+    writer.add_head_count(sizes["n_head"])
+    writer.add_head_count_kv(sizes["n_head_kv"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    rng = np.random.default_rng(0)
+
+    def matrix(name: str, n_in: int, n_out: int) -> None:
+        blocks = rng.integers(0, 256, (n_out, n_in // 32, 18), np.uint8)
+        blocks[..., :2] = np.frombuffer(np.float16(0.2 / np.sqrt(n_in)).tobytes(), np.uint8)
+        writer.add_tensor(f"{name}.weight", blocks.reshape(n_out, -1), raw_dtype=_TYPES.Q4_0)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(sizes["n_embd"], np.float32))
+
+    n_embd, n_ff = sizes["n_embd"], sizes["n_ff"]
+    n_kv = n_embd // sizes["n_head"] * sizes["n_head_kv"]
+    matrix("token_embd", n_embd, sizes["n_vocab"])
+    norm("output_norm")
+    for il in range(sizes["n_layer"]):
+        norm(f"blk.{il}.attn_norm")
+        norm(f"blk.{il}.ffn_norm")
+        for name, n_in, n_out in (
+            ("attn_q", n_embd, n_embd),
+            ("attn_k", n_embd, n_kv),
+            ("attn_v", n_embd, n_kv),
+            ("attn_output", n_embd, n_embd),
+            ("ffn_gate", n_embd, n_ff),
+            ("ffn_up", n_embd, n_ff),
+            ("ffn_down", n_ff, n_embd),
+        ):
+            matrix(f"blk.{il}.{name}", n_in, n_out)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_adapter(
+    base: Path, path: Path, rank: int, seed: int, invocation: Sequence[int] = ()
+) -> None:
     reader = gguf.GGUFReader(base)
     writer = gguf.GGUFWriter(path, _architecture(reader))
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(rank))
+    if invocation:
+        tokens = np.array(invocation, np.uint32).tolist()
+        writer.add_key_value(
+            "adapter.alora.invocation_tokens",
+            tokens,
+            gguf.GGUFValueType.ARRAY,
+            gguf.GGUFValueType.UINT32,
+        )
     rng = np.random.default_rng(seed)
     targets = {tensor.name: tensor for tensor in reader.tensors}
     for name in sorted(targets):

