@@ -21,6 +21,7 @@ from loragraph.errors import (
 )
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.lib import load_library
+from loragraph.tools.extract import extract
 from loragraph.tools.gguf_header import read_header
 from loragraph.tools.merge import merge
 from tests.gguf_bytes import Value, gguf_bytes, quantised, tensor
@@ -291,7 +292,7 @@ def test_what_cannot_be_merged_says_why(
     """A refusal names the reason and leaves no file."""
     model = TinyLlama()
     base = model.write(tmp_path / "base.gguf")
-    adapter.write(tmp_path / "a.gguf", model)
+    adapter.write(tmp_path / "a.gguf", TinyLlama(n_layer=6) if adapter.layers else model)
     with pytest.raises(error, match=phrase):
         merge(base, {tmp_path / "a.gguf": 1.0}, tmp_path / "out.gguf", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "base.gguf"]
@@ -394,3 +395,13 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 merge(base, {adapter: 1.0}, out)
         assert out.read_bytes() == b"old"
         assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_folded_bases_are_refused(tmp_path: Path) -> None:
+    """Weights that were rotated when the file was made cannot take a change."""
+    model = TinyLlama(extra={"prism.hadamard.version": 1})
+    base, (adapter,) = write(tmp_path, model, TinyAdapter())
+    with pytest.raises(UnsupportedError, match="Hadamard-folded"):
+        merge(base, {adapter: 1.0}, tmp_path / "out.gguf")
+    with pytest.raises(UnsupportedError, match="Hadamard-folded"):
+        extract(base, base, tmp_path / "out.gguf", rank=1)

@@ -24,7 +24,7 @@ from loragraph.ggml.lib import Library, load_library
 from loragraph.ggml.quants import type_name
 from loragraph.model.files import ModelFiles
 from loragraph.tools.adapter_file import Factors, adapter_keys, out_type, write_adapter
-from loragraph.tools.merge import Paths, base_of
+from loragraph.tools.merge import Paths, base_of, check_not_folded
 from loragraph.tools.output import check_output
 from loragraph.tools.resize import RankChoice, captured, pair_of
 from loragraph.tools.svd import truncated_svd
@@ -97,6 +97,8 @@ def extract(
         files = [stack.enter_context(ModelFiles(lib, path)) for path in (tuned, base)]
         check_output(out, [path for file in files for path in file.paths])
         infos = [base_of(file) for file in files]
+        for file in files:
+            check_not_folded(file)
         jobs, tied_output = _jobs(files[0], files[1], infos[0], infos[1])
         found = _Found()
         total, done = sum(job.tuned.nbytes for job in jobs), 0

@@ -91,6 +91,7 @@ def merge(
         inputs = [*files.paths, *(path for path, _ in pairs)]
         check_output(Path(output), inputs)
         info = base_of(files)
+        check_not_folded(files)
         uses = []
         for path, scale in pairs:
             adapter = read_adapter(
@@ -143,6 +144,17 @@ def base_of(files: ModelFiles) -> BaseInfo:
     shapes = {name: tensor.ne for name, tensor in files.tensors.items()}
     name = metadata.string("general.name", files.path.stem)
     return base_info(metadata.string("general.architecture"), name, shapes)
+
+
+def check_not_folded(files: ModelFiles) -> None:
+    """Refuses a Hadamard-folded base: its weights are rotated, an adapter's change is not."""
+    if any(key.startswith("prism.hadamard.") for key in files.metadata):
+        raise UnsupportedError(
+            f"{files.path}: the weights of a Hadamard-folded base are rotated, so no change can be "
+            "added to them",
+            what="changing Hadamard-folded weights",
+            hint="serve the adapter at run time, or merge into the base before it was folded",
+        )
 
 
 def _scale(scale: float) -> float:
