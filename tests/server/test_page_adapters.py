@@ -92,7 +92,7 @@ def test_unloading_is_taken_back_by_leaving_the_button(page: Tab, served: Served
     ("path", "name", "message"),
     [
         ("../base.gguf", "x", "inside the adapters' folder"),
-        ("nope.gguf", "", "no file"),
+        ("nope.gguf", "", "there is no"),
         ("delta.gguf", "alpha", "already been loaded"),
         ("delta.gguf", "a/b", "expected printable characters"),
     ],
