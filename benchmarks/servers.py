@@ -28,8 +28,11 @@ START_S = 180.0
 class CompletionServer:
     """A server's process; adapters are numbered in the order in which it was given them."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], n_adapters: int
+    ) -> None:
         """Starts it with `--port` added. RuntimeError where it does not get ready."""
+        self._n_adapters = n_adapters
         self._folder = Path(tempfile.mkdtemp(prefix="server-"))
         self._port = _free_port()
         with (self._folder / "log").open("w") as log:
@@ -80,15 +83,15 @@ class CompletionServer:
 
     def ask(self, prompt: Sequence[int], adapter: int | None, n_tokens: int) -> dict[str, Any]:
         """One request's answer, greedy and to the last token. Adapters it does not name are off."""
-        body = {
+        body: dict[str, Any] = {
             "prompt": list(prompt),
             "n_predict": n_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "cache_prompt": True,
-            # An empty list would be "as at the start", which is all of them.
-            "lora": [{"id": adapter or 0, "scale": 0.0 if adapter is None else 1.0}],
         }
+        if self._n_adapters:  # an empty list would be "as at the start", which is all of them
+            body["lora"] = [{"id": adapter or 0, "scale": 0.0 if adapter is None else 1.0}]
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
         connection.request(
             "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
@@ -150,7 +153,7 @@ class LlamaServer(CompletionServer):
         for path in adapters:
             words += ["--lora", str(path)]
         folder = _linked(program.parent, self._links)
-        super().__init__(words, {"LD_LIBRARY_PATH": f"{folder}:{program.parent}"})
+        super().__init__(words, {"LD_LIBRARY_PATH": f"{folder}:{program.parent}"}, len(adapters))
 
     def close(self) -> None:
         super().close()
@@ -173,7 +176,7 @@ class LoragraphServer(CompletionServer):
         words += ["-np", str(n_slots), "-c", str(n_ctx), "-t", str(n_threads), "--no-page"]
         for i, path in enumerate(adapters):
             words += ["--lora", f"a{i}={path}"]
-        super().__init__(words, {})
+        super().__init__(words, {}, len(adapters))
 
 
 def _linked(source: Path, folder: Path) -> Path:
