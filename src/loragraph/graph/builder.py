@@ -38,8 +38,11 @@ class Builder:
         products: GraphProducts | None = None,
         experts: ExpertCache | None = None,
     ) -> None:
-        """`n_ctx` is the room of one sequence: a few rotations depend on it. `experts` is where
-        the base products of experts read their matrices."""
+        """The last `n_states` of the outputs give their state, and no logits are computed there.
+
+        `n_ctx` is the room of one sequence: a few rotations depend on it. `products` makes the
+        base products, `experts` is where those of experts read their matrices.
+        """
         self.ops = RoutingOps(ctx)
         self._products = products or GgmlProducts()
         self._graph = graph
