@@ -146,7 +146,7 @@ def test_metrics_of_a_server(tmp_path: Path) -> None:
     """llama-server's names are all there, and loads, evictions and bytes stand by adapter."""
     write_files(tmp_path)
     config = ServerConfig(with_metrics=True)
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "ignore_eos": True}
     with serving(tmp_path, config, max_adapters=1) as served, served.client() as http:
         for model in ("alpha", "beta", "alpha", "base"):
             assert http.post("/v1/chat/completions", json={**body, "model": model}).is_success

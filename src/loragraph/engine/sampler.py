@@ -31,6 +31,11 @@ _SINGLY_PER_CANDIDATE = 4
 _UNDERFLOW = 87.0  # exp(-88) is no normal float32; libllama's logarithms would be NaN
 
 
+def draw_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbelow(2**32 - 1)
+
+
 class Sampler:
     """One sequence's sampler; close() frees its libllama parts. `vocab` must outlive it.
 
@@ -46,7 +51,7 @@ class Sampler:
         n_ctx: int = MAX_LAST_N,
     ) -> None:
         self.params = params
-        self.seed = secrets.randbelow(2**32 - 1) if params.seed is None else params.seed
+        self.seed = draw_seed() if params.seed is None else params.seed
         self._vocab = vocab
         self._prompt = prompt
         self._n_accepted = 0
