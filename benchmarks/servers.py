@@ -61,13 +61,17 @@ class CompletionServer:
         return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
 
     def seconds(
-        self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], n_tokens: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        adapters: Sequence[int | None],
+        n_tokens: int,
+        slots: Sequence[int] = (),
     ) -> float:
         """Seconds until requests sent at once are answered; RuntimeError where one is short."""
         counts = [0] * len(prompts)
 
         def ask(i: int) -> None:
-            answer = self.ask(prompts[i], adapters[i], n_tokens)
+            answer = self.ask(prompts[i], adapters[i], n_tokens, slots[i] if slots else None)
             counts[i] = int(answer["tokens_predicted"])
 
         threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
@@ -81,7 +85,13 @@ class CompletionServer:
             raise RuntimeError(f"expected {n_tokens} tokens of each, got {counts}")
         return seconds
 
-    def ask(self, prompt: Sequence[int], adapter: int | None, n_tokens: int) -> dict[str, Any]:
+    def ask(
+        self,
+        prompt: Sequence[int],
+        adapter: int | None,
+        n_tokens: int,
+        slot: int | None = None,
+    ) -> dict[str, Any]:
         """One request's answer, greedy and to the last token. Adapters it does not name are off."""
         body: dict[str, Any] = {
             "prompt": list(prompt),
@@ -90,6 +100,8 @@ class CompletionServer:
             "ignore_eos": True,
             "cache_prompt": True,
         }
+        if slot is not None:
+            body["id_slot"] = slot
         if self._n_adapters:  # an empty list would be "as at the start", which is all of them
             body["lora"] = [{"id": adapter or 0, "scale": 0.0 if adapter is None else 1.0}]
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
