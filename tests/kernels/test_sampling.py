@@ -183,7 +183,7 @@ def test_exact_weights_are_expf(isa: str) -> None:
         assert row.mass(lo, hi, exact=True) == count * libm.expf(float(value))
 
 
-@pytest.mark.parametrize("name", ["flat", "steep", "forbidden", "few values", "odd", "one"])
+@pytest.mark.parametrize("name", ["flat", "steep", "forbidden", "few values", "two", "one"])
 def test_masses(isa: str, name: str) -> None:
     """Within the stated error of numpy's in F64; exact ones within F32 roundings of each weight."""
     logits = ROWS[name]
@@ -202,6 +202,14 @@ def test_masses(isa: str, name: str) -> None:
     assert row.deviation() == pytest.approx(kept.std(), rel=1e-6, abs=1e-6)
 
 
+def test_an_estimate(isa: str) -> None:
+    """Near the mass where no single token counts; all of it in a row of one block."""
+    for name, rel in (("flat", 0.05), ("few values", 0.05), ("first", 1e-6)):
+        row = row_of(ROWS[name])
+        assert row.estimate() == pytest.approx(row.mass(), rel=rel)
+    assert row.estimate(1.0) == pytest.approx(row.mass(1.0), rel=1e-6)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_mass_before_a_token(isa: str, exact: bool) -> None:
     """Tokens on the bounds count up to the given id, those inside always."""
@@ -213,8 +221,9 @@ def test_mass_before_a_token(isa: str, exact: bool) -> None:
         for lo, hi in ((1.0, math.inf), (0.0, 2.0), (2.0, math.inf)):
             edge = ((logits == lo) | (logits == hi)) & before
             expected = weights[((logits > lo) & (logits < hi)) | edge].sum()
-            found = row.mass_before(token, lo, hi, exact=exact)
+            found, outer = row.split(token, lo, hi, 0.5, exact=exact)
             assert abs(found - expected) <= 1.1 * MASS_ERROR * expected
+            assert outer == pytest.approx(weights[logits > 0.5].sum(), rel=1.1 * MASS_ERROR)
 
 
 @settings(max_examples=60, deadline=None)

@@ -118,12 +118,11 @@ class RowDraw:
             return row.best
         lo = sigma_bound(row, self._params.top_n_sigma)
         if self._top_p < 1 and self._typical_p >= 1:
-            mass = row.mass(lo)
-            few = self._nucleus(logits, row, lo, mass)
+            few = self._nucleus(logits, row, lo)
             if few is not None:
                 return self._among_cut(Candidates(self._lib, few, logits, ranked=True))
             if not self._lists:
-                return self._within_nucleus(logits, row, lo, mass)
+                return self._within_nucleus(logits, row, lo)
             return self._listed(logits, lo)
         if self._top_p >= 1 and self._typical_p >= 1:
             lo = max(lo, self._min_p_bound(row))
@@ -168,14 +167,17 @@ class RowDraw:
 
     def _min_p_bound(self, row: LogitRow) -> float:
         """Whatever lies above it is at least min_p times as likely as the best."""
+        if self._min_p <= 0:
+            return LOWEST
         return below(float(np.float32(row.max) + self._min_p_below))
 
-    def _nucleus(
-        self, logits: Logits, row: LogitRow, lo: float, mass: float
-    ) -> NDArray[np.int64] | None:
+    def _nucleus(self, logits: Logits, row: LogitRow, lo: float) -> NDArray[np.int64] | None:
         """The ids that top-p keeps, best first, if they are few."""
-        wanted = self._top_p * mass
-        if wanted > _FEW:  # no weight is above 1
+        # No weight is above 1: this many candidates cannot have more mass than they are.
+        if self._top_p * row.estimate(lo) > 2 * _FEW:
+            return None
+        wanted = self._top_p * row.mass(lo)
+        if wanted > _FEW:
             return None
         ids = row.top(_FEW)
         values = logits[ids].astype(np.float64)
@@ -183,8 +185,8 @@ class RowDraw:
         n = int(reached.argmax()) + 1
         return ids[:n] if reached[n - 1] and values[n - 1] > lo else None
 
-    def _within_nucleus(self, logits: Logits, row: LogitRow, lo: float, mass: float) -> int:
-        """Draws until a token lies in the nucleus: the mass above it is less than wanted.
+    def _within_nucleus(self, logits: Logits, row: LogitRow, lo: float) -> int:
+        """Draws until a token lies in the nucleus: the mass above it is less than top_p.
 
         After a token that does not, only those above it are left: at least as likely as `top_p`,
         the next draw is the last.
@@ -193,12 +195,10 @@ class RowDraw:
         while True:
             token = self._drawn(row, floor)
             edge = float(logits[token])
-            before = row.mass_before(token, max(edge, lo))
-            wanted = self._top_p * mass
-            if abs(before - wanted) < 2 * MASS_ERROR * mass:
-                before = row.mass_before(token, max(edge, lo), exact=True)
-                wanted = self._top_p * row.mass(lo, exact=True)
-            if before < wanted or token == row.best:
+            above_it, mass = row.split(token, edge, outer=lo)
+            if abs(above_it - self._top_p * mass) < 2 * MASS_ERROR * mass:
+                above_it, mass = row.split(token, edge, outer=lo, exact=True)
+            if above_it < self._top_p * mass or token == row.best:
                 return token
             floor = max(floor, below(edge))
 
@@ -216,10 +216,11 @@ class RowDraw:
             if token < 0:
                 return int(np.abs(logits - np.float32(mean)).argmin())
             near, far = _mirrored(float(logits[token]), mean)
-            if row.mass_before(token, max(near, lo), far) <= wanted:
+            near = max(near, lo)
+            if row.split(token, near, far)[0] <= wanted:
                 return token
-            if row.mass(max(near, lo), far) > wanted:
-                floor, ceiling = max(near, lo), far
+            if row.mass(near, far) > wanted:
+                floor, ceiling = near, far
             else:  # some that are as far as this one are in
                 floor, ceiling = max(below(near), lo), above(far)
             peak = row.max_below(ceiling)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -97,8 +96,16 @@ class Sampler:
         candidate.
         """
         row, logits = self._read(logits)
-        with self._adjusted(logits, row):
+        ids = self._ids_to_change()
+        if not len(ids):
             return self._choose(logits, row)
+        before = logits[ids]  # a copy of the whole row would take longer than all the rest
+        try:
+            self._change(logits)
+            row.changed(ids)
+            return self._choose(logits, row)
+        finally:
+            logits[ids] = before
 
     def accept(self, token: int) -> None:
         """Tells penalties and grammar that `token` is the next one of the sequence."""
@@ -189,33 +196,22 @@ class Sampler:
             raise BackendError("the model's logits are not finite numbers")
         return self._row, logits
 
-    @contextmanager
-    def _adjusted(self, logits: NDArray[np.float32], row: LogitRow) -> Iterator[None]:
-        """Bias, penalties and DRY stand in the logits (n_vocab,) while it is open.
-
-        A copy of the whole row would take longer than all the rest.
-        """
-        must_go_on = self._must_go_on
+    def _ids_to_change(self) -> NDArray[np.int64]:
+        """Of bias, min_tokens, penalties and DRY; some may stand there twice."""
         ids = [self._bias_ids]
-        if must_go_on:
+        if self._must_go_on:
             ids.append(self._end_ids)
         if self._repetition is not None:
             ids.append(self._repetition.ids())
-        changed = np.concatenate(ids)
-        if not len(changed):
-            yield
-            return
-        before = logits[changed]
+        return np.concatenate(ids) if len(ids) > 1 else self._bias_ids
+
+    def _change(self, logits: NDArray[np.float32]) -> None:
+        """Bias, penalties and DRY into the logits (n_vocab,)."""
         logits[self._bias_ids] += self._bias
-        if must_go_on:
+        if self._must_go_on:
             logits[self._end_ids] = -np.inf
-        try:
-            if self._repetition is not None:
-                self._repetition.apply(logits)
-            row.changed(changed)
-            yield
-        finally:
-            logits[changed] = before
+        if self._repetition is not None:
+            self._repetition.apply(logits)
 
     def _choose(self, logits: NDArray[np.float32], row: LogitRow) -> int:
         if self.params.greedy:

@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+enum { SAMPLED = 8 /* of the blocks of a row, every so many stand for all */ };
+
 /* In the order of lowrank.c. */
 static const sampling_kernels *const sets[] = {
     &loragraph_sampling_portable,
@@ -204,26 +206,54 @@ static double block_sums(const row_window *w, double *sums, int exact) {
 
 double loragraph_row_mass(const row_window *w, int exact) { return block_sums(w, NULL, exact); }
 
-double loragraph_row_mass_before(const row_window *w, int64_t id, int exact) {
-    row_window open = *w, closed = *w;
+double loragraph_row_estimate(const row_window *w) {
+    const int64_t n_blocks = loragraph_draw_blocks(w->n);
+    float tail[DRAW_BLOCK];
+    double total = 0;
+    for (int64_t b = 0; b < n_blocks; b += SAMPLED) {
+        const float *x;
+        const int64_t n = draw_block(w, b, tail, &x);
+        total += kernels()->sum(w, x, n);
+    }
+    return total * (double)n_blocks / (double)((n_blocks + SAMPLED - 1) / SAMPLED);
+}
+
+static void split_block(const row_window *w, float outer_lo, const float *x, int64_t n, int exact, double *out) {
+    if (!exact) {
+        kernels()->split(w, outer_lo, x, n, out);
+        return;
+    }
+    row_window outer = *w;
+    outer.lo = outer_lo;
+    outer.hi = INFINITY;
+    out[0] += block_sum(w, x, n, 1);
+    out[1] += block_sum(&outer, x, n, 1);
+}
+
+void loragraph_row_split(const row_window *w, int64_t id, float outer_lo, int exact, double *out) {
+    row_window closed = *w;
     closed.lo = nextafterf(w->lo, -INFINITY);
     closed.hi = nextafterf(w->hi, INFINITY);
     const int64_t n_blocks = loragraph_draw_blocks(w->n), own = id / DRAW_BLOCK;
     float tail[DRAW_BLOCK];
-    const float *x;
-    double total = 0;
+    out[0] = out[1] = 0;
     for (int64_t b = 0; b < n_blocks; b++) {
+        const float *x;
         const int64_t n = draw_block(w, b, tail, &x);
         if (b != own) {
-            total += block_sum(b < own ? &closed : &open, x, n, exact);
+            split_block(b < own ? &closed : w, outer_lo, x, n, exact, out);
             continue;
         }
+        /* Which of the edges count depends on the id: those that do not are left out of the first sum by hand. */
         float part[DRAW_BLOCK];
+        double sums[2] = {0}, unused[2] = {0};
         for (int64_t i = 0; i < n; i++)
             part[i] = b * DRAW_BLOCK + i < id || inside(w, x[i]) ? x[i] : -INFINITY;
-        total += block_sum(&closed, part, n, exact);
+        split_block(&closed, outer_lo, part, n, exact, sums);
+        split_block(&closed, outer_lo, x, n, exact, unused);
+        out[0] += sums[0];
+        out[1] += unused[1];
     }
-    return total;
 }
 
 static void over_blocks(const row_window *w, void (*add)(const row_window *, const float *, int64_t, double *),

@@ -76,11 +76,26 @@ class LogitRow:
         """Sum of the weights at temperature 1 and the row's own maximum."""
         return float(lib.loragraph_row_mass(self._bounds(lo, hi), exact))
 
-    def mass_before(
-        self, token: int, lo: float, hi: float = HIGHEST, *, exact: bool = False
-    ) -> float:
-        """`mass`, with those on the bounds themselves whose id is below `token`."""
-        return float(lib.loragraph_row_mass_before(self._bounds(lo, hi), token, exact))
+    def estimate(self, lo: float = LOWEST) -> float:
+        """What `mass` may be, from an eighth of the row."""
+        return float(lib.loragraph_row_estimate(self._bounds(lo, HIGHEST)))
+
+    def split(
+        self,
+        token: int,
+        lo: float,
+        hi: float = HIGHEST,
+        outer: float = LOWEST,
+        *,
+        exact: bool = False,
+    ) -> tuple[float, float]:
+        """`mass`, with those on the bounds themselves whose id is below `token`; the outer mass.
+
+        The latter is that of all above `outer`.
+        """
+        out = ffi.new("double[2]")
+        lib.loragraph_row_split(self._bounds(lo, hi), token, outer, exact, out)
+        return float(out[0]), float(out[1])
 
     def mean(self, lo: float = LOWEST) -> tuple[float, float]:
         """The window's mass, and the mean logit by weight at temperature 1."""

@@ -5,7 +5,7 @@
 
 #include "sampling_body.h"
 
-const sampling_kernels loragraph_sampling_avx512 = {maxima, weights, exact_weights, sum, moments, means};
+const sampling_kernels loragraph_sampling_avx512 = {maxima, weights, exact_weights, sum, split, moments, means};
 #ifdef __clang__
 #pragma clang attribute pop
 #endif

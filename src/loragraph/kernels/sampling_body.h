@@ -35,31 +35,32 @@ INLINE vector_window vectors_of(const row_window *w) {
                            v_set1(w->temperature), w->temperature != 1.0f, overflows};
 }
 
-INLINE vf weights_at(const vector_window *w, const float *x, int divides, int shifts_first) {
+/* What a pass has to do, known when it is compiled. */
+enum { DIVIDES = 1, SHIFTS_FIRST = 2, WINDOWED = 4 };
+
+INLINE vf weights_at(const vector_window *w, const float *x, int what) {
     const vf l = v_load(x);
     vf scaled = l;
-    if (shifts_first)
+    if (what & SHIFTS_FIRST)
         scaled = v_add(l, w->max) / w->temperature;
-    else if (divides)
+    else if (what & DIVIDES)
         scaled = v_add(l / w->temperature, w->max);
     else
         scaled = v_add(l, w->max);
-    return v_between(v_exp(scaled), l, w->lo, w->hi);
+    return what & WINDOWED ? v_between(v_exp(scaled), l, w->lo, w->hi) : v_exp(scaled);
 }
 
-INLINE void fill_weights(const vector_window *w, const float *x, int64_t n, float *out, int divides, int shifts_first) {
+INLINE void fill_weights(const vector_window *w, const float *x, int64_t n, float *out, int what) {
     for (int64_t i = 0; i < n; i += VL)
-        v_store(out + i, weights_at(w, x + i, divides, shifts_first));
+        v_store(out + i, weights_at(w, x + i, what));
 }
 
 static void weights(const row_window *window, const float *x, int64_t n, float *out) {
     const vector_window w = vectors_of(window);
     if (w.shifts_first)
-        fill_weights(&w, x, n, out, 1, 1);
-    else if (w.divides)
-        fill_weights(&w, x, n, out, 1, 0);
+        fill_weights(&w, x, n, out, WINDOWED | SHIFTS_FIRST);
     else
-        fill_weights(&w, x, n, out, 0, 0);
+        fill_weights(&w, x, n, out, WINDOWED | DIVIDES);
 }
 
 typedef int64_t vl __attribute__((vector_size(sizeof(vd))));
@@ -137,34 +138,63 @@ INLINE double wide_total(wide_sum s) {
 }
 
 /* Four vectors are added in F32, the rest in F64. */
-INLINE double sum_weights(const vector_window *w, const float *x, int64_t n, int divides, int shifts_first) {
+enum { TREE = 4 };
+
+INLINE vf tree_sum(const vf v[TREE]) { return v_add(v_add(v[0], v[1]), v_add(v[2], v[3])); }
+
+INLINE double sum_weights(const vector_window *w, const float *x, int64_t n, int what) {
     wide_sum all = {0};
-    for (int64_t i = 0; i < n; i += 4 * VL) {
-        const vf a = weights_at(w, x + i, divides, shifts_first);
-        const vf b = weights_at(w, x + i + VL, divides, shifts_first);
-        const vf c = weights_at(w, x + i + 2 * VL, divides, shifts_first);
-        const vf d = weights_at(w, x + i + 3 * VL, divides, shifts_first);
-        all = wide_add(all, v_add(v_add(a, b), v_add(c, d)));
+    for (int64_t i = 0; i < n; i += TREE * VL) {
+        vf v[TREE];
+        for (int j = 0; j < TREE; j++)
+            v[j] = weights_at(w, x + i + j * VL, what);
+        all = wide_add(all, tree_sum(v));
     }
     return wide_total(all);
 }
 
 static double sum(const row_window *window, const float *x, int64_t n) {
     const vector_window w = vectors_of(window);
+    const int windowed = window->lo != -INFINITY || window->hi != INFINITY; /* -inf itself weighs exp(-80) */
     if (w.shifts_first)
-        return sum_weights(&w, x, n, 1, 1);
-    return w.divides ? sum_weights(&w, x, n, 1, 0) : sum_weights(&w, x, n, 0, 0);
+        return sum_weights(&w, x, n, WINDOWED | SHIFTS_FIRST);
+    if (windowed)
+        return w.divides ? sum_weights(&w, x, n, WINDOWED | DIVIDES) : sum_weights(&w, x, n, WINDOWED);
+    return w.divides ? sum_weights(&w, x, n, DIVIDES) : sum_weights(&w, x, n, 0);
+}
+
+static void split(const row_window *window, float outer_lo, const float *x, int64_t n, double *out) {
+    const vector_window w = vectors_of(window);
+    const vf outer = v_set1(outer_lo), end = v_set1(INFINITY);
+    wide_sum some = {0}, all = {0};
+    for (int64_t i = 0; i < n; i += TREE * VL) {
+        vf within[TREE], every[TREE];
+        for (int j = 0; j < TREE; j++) {
+            const vf l = v_load(x + i + j * VL), weight = weights_at(&w, x + i + j * VL, 0);
+            within[j] = v_between(weight, l, w.lo, w.hi);
+            every[j] = v_between(weight, l, outer, end);
+        }
+        some = wide_add(some, tree_sum(within));
+        all = wide_add(all, tree_sum(every));
+    }
+    out[0] += wide_total(some);
+    out[1] += wide_total(all);
 }
 
 static void moments(const row_window *window, const float *x, int64_t n, double *out) {
     const vf lo = v_set1(window->lo), hi = v_set1(window->hi), max = v_set1(-window->max), one = v_set1(1.0f);
     wide_sum count = {0}, sums = {0}, squares = {0};
-    for (int64_t i = 0; i < n; i += VL) {
-        const vf l = v_load(x + i), d = v_between(v_add(l, max), l, lo, hi);
-        const vd low = v_low(d), high = v_high(d);
-        count = wide_add(count, v_between(one, l, lo, hi));
-        sums = (wide_sum){sums.low + low, sums.high + high};
-        squares = (wide_sum){squares.low + low * low, squares.high + high * high};
+    for (int64_t i = 0; i < n; i += TREE * VL) {
+        vf c[TREE], d[TREE], q[TREE];
+        for (int j = 0; j < TREE; j++) {
+            const vf l = v_load(x + i + j * VL);
+            c[j] = v_between(one, l, lo, hi);
+            d[j] = v_between(v_add(l, max), l, lo, hi);
+            q[j] = v_mul(d[j], d[j]);
+        }
+        count = wide_add(count, tree_sum(c));
+        sums = wide_add(sums, tree_sum(d));
+        squares = wide_add(squares, tree_sum(q));
     }
     out[0] += wide_total(count);
     out[1] += wide_total(sums);
@@ -175,10 +205,15 @@ static void means(const row_window *window, const float *x, int64_t n, double *o
     const vector_window w = vectors_of(window);
     const vf max = v_set1(-window->max);
     wide_sum mass = {0}, moment = {0};
-    for (int64_t i = 0; i < n; i += VL) {
-        const vf l = v_load(x + i), weight = weights_at(&w, x + i, 0, 0);
-        mass = wide_add(mass, weight);
-        moment = wide_add(moment, v_mul(weight, v_between(v_add(l, max), l, w.lo, w.hi)));
+    for (int64_t i = 0; i < n; i += TREE * VL) {
+        vf weight[TREE], weighted[TREE];
+        for (int j = 0; j < TREE; j++) {
+            const vf l = v_load(x + i + j * VL);
+            weight[j] = weights_at(&w, x + i + j * VL, WINDOWED);
+            weighted[j] = v_mul(weight[j], v_between(v_add(l, max), l, w.lo, w.hi));
+        }
+        mass = wide_add(mass, tree_sum(weight));
+        moment = wide_add(moment, tree_sum(weighted));
     }
     out[0] += wide_total(mass);
     out[1] += wide_total(moment);

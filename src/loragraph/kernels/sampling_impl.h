@@ -31,6 +31,8 @@ typedef struct {
     void (*exact_weights)(const row_window *window, const float *x, int64_t n, float *weights);
     /* The sum of `weights`, within DRAW_ERROR. */
     double (*sum)(const row_window *window, const float *x, int64_t n);
+    /* The sums at temperature 1 of the window and of all above outer_lo, added to out[2]. */
+    void (*split)(const row_window *window, float outer_lo, const float *x, int64_t n, double *out);
     /* n, sum, sum of squares of l - max, added to out[3]. */
     void (*moments)(const row_window *window, const float *x, int64_t n, double *out);
     /* Sums of weight and weight * (l - max) at temperature 1, added to out[2]. */

@@ -5,7 +5,7 @@
 
 #include "sampling_body.h"
 
-const sampling_kernels loragraph_sampling_neon = {maxima, weights, exact_weights, sum, moments, means};
+const sampling_kernels loragraph_sampling_neon = {maxima, weights, exact_weights, sum, split, moments, means};
 #else
 typedef int loragraph_no_sampling_neon; /* ISO C wants a declaration in every file */
 #endif

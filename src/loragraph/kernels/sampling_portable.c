@@ -3,4 +3,4 @@
 
 #include "sampling_body.h"
 
-const sampling_kernels loragraph_sampling_portable = {maxima, weights, exact_weights, sum, moments, means};
+const sampling_kernels loragraph_sampling_portable = {maxima, weights, exact_weights, sum, split, moments, means};
