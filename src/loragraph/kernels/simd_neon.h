@@ -42,6 +42,7 @@ INLINE float v_sum(vf v) { return vaddvq_f32(v); }
 INLINE vf v_max(vf a, vf b) { return vmaxq_f32(a, b); }
 INLINE float v_top(vf v) { return vmaxvq_f32(v); }
 typedef float64x2_t vd;
+INLINE vd v_wide_fma(vd a, vd b, vd c) { return vfmaq_f64(c, a, b); }
 INLINE vd v_low(vf v) { return vcvt_f64_f32(vget_low_f32(v)); }
 INLINE vd v_high(vf v) { return vcvt_high_f64_f32(v); }
 INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
