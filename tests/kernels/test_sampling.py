@@ -250,6 +250,15 @@ def test_scans(n: int, n_values: int, seed: int) -> None:
                 row.changed(some)
 
 
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("k", [1, 40, 65, 256, 2000])
+def test_the_best_of_wide_rows(name: str, k: int) -> None:
+    """As a stable sort: of one block, of equal values, of a few far above the rest, of -inf."""
+    logits = ROWS[name]
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    assert np.array_equal(row_of(logits).top(k), order[:k])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -np.nan])
 @pytest.mark.parametrize("at", [0, 63, 64, 700, 1060])
 def test_what_is_not_finite_is_seen(isa: str, bad: float, at: int) -> None:

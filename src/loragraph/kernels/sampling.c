@@ -4,7 +4,12 @@
 #include <math.h>
 #include <string.h>
 
-enum { SAMPLED = 8 /* of the blocks of a row, every so many stand for all */ };
+enum {
+    SAMPLED = 8,      /* of the blocks of a row, every so many stand for all */
+    N_BINS = 1024,    /* of maxima: a count each fits the first cache */
+    SMALL_HEAP = 64,  /* up to here a heap is faster than bins */
+    MAX_SPREAD = 100, /* what lies further below the best goes into the last bin */
+};
 
 /* In the order of lowrank.c. */
 static const sampling_kernels *const sets[] = {
@@ -111,16 +116,43 @@ static int64_t keep_best(const float *x, int64_t begin, int64_t end, float least
     return size;
 }
 
+/* A maximum that k of the n >= k >= 1 maxima reach, and not many more: the least in the bins that hold the k largest. */
+static float kth_maximum(const float *maxima, int64_t n, int64_t k) {
+    int32_t bins[N_BINS] = {0};
+    float hi = maxima[0], lo = maxima[0];
+    for (int64_t i = 1; i < n; i++) {
+        hi = maxima[i] > hi ? maxima[i] : hi;
+        lo = maxima[i] < lo ? maxima[i] : lo;
+    }
+    lo = lo > hi - MAX_SPREAD ? lo : hi - MAX_SPREAD; /* forbidden tokens are -inf */
+    const float scale = (N_BINS - 1) / (hi - lo);
+    for (int64_t i = 0; i < n; i++) {
+        const float bin = (hi - maxima[i]) * scale;
+        bins[bin < N_BINS - 1 ? (int)bin : N_BINS - 1]++; /* what is not a number goes last */
+    }
+    int last = 0;
+    for (int64_t held = bins[0]; held < k; held += bins[last])
+        last++;
+    float least = hi;
+    for (int64_t i = 0; i < n; i++) {
+        const float bin = (hi - maxima[i]) * scale;
+        if ((bin < N_BINS - 1 ? (int)bin : N_BINS - 1) <= last)
+            least = maxima[i] < least ? maxima[i] : least;
+    }
+    return least;
+}
+
 int64_t loragraph_row_top(const float *x, int64_t n, const float *maxima, int64_t k, row_candidate *heap, int64_t *ids) {
     const int64_t n_blocks = loragraph_row_blocks(n);
     if (k <= 0)
         return 0;
-    /* The k-th largest maximum is no larger than the k-th largest value: blocks below it hold none of the best. */
+    /* k values are at least as large as the k-th largest maximum: what is smaller is none of the best. */
     float least = -INFINITY;
-    if (k <= n_blocks) {
+    if (k <= SMALL_HEAP && k <= n_blocks) {
         keep_best(maxima, 0, n_blocks, least, k, heap, 0);
         least = heap[0].logit;
-    }
+    } else if (k <= n_blocks)
+        least = kth_maximum(maxima, n_blocks, k);
     int64_t size = 0;
     for (int64_t b = 0; b < n_blocks; b++) {
         const int64_t begin = b * SCAN_BLOCK, end = begin + SCAN_BLOCK < n ? begin + SCAN_BLOCK : n;
