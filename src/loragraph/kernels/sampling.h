@@ -62,11 +62,11 @@ double loragraph_row_mass(const row_window *window, int exact);
 /* The sum over a sample of the row, times what it is a sample of. */
 double loragraph_row_estimate(const row_window *window);
 
-/* To out[0] the mass at temperature 1 of the window, and of those on its edges (l = lo, l = hi) with an id below `id`;
+/* For a window of temperature 1: to out[0] its mass, and that of those on its edges (l = lo, l = hi) with an id below `id`;
  * to out[1] that of all above outer_lo. */
 void loragraph_row_split(const row_window *window, int64_t id, float outer_lo, int exact, double *out);
 
-/* Sums of weight and of weight * (l - max) over the window at temperature 1, to out[2]. */
+/* Sums of weight and of weight * (l - max) over a window of temperature 1, to out[2]. */
 void loragraph_row_means(const row_window *window, double *out);
 
 /* The largest value below `hi`; -inf if there is none. */
