@@ -160,6 +160,29 @@ def test_a_large_nucleus(lib: Library, top_p: float, temperature: float) -> None
     _check_shares(drawn(lib, logits, 500, **fields), logits, kept, temperature)
 
 
+def test_a_large_nucleus_before_xtc(lib: Library) -> None:
+    """Is libllama's, over all candidates."""
+    fields = {**OFF, "top_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.0, "seed": 5}
+    assert drawn(lib, flat()[:20_000], 5, **fields) == libllamas(flat()[:20_000], 5, **fields)
+
+
+def test_the_edge_of_a_nucleus_is_exact(lib: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token with exactly the mass top_p in front of it is out."""
+    monkeypatch.setattr(draw, "_FEW", 1)
+    equal = np.full(4, 3.0, np.float32)
+    assert set(drawn(lib, equal, 60, **{**OFF, "top_p": 0.5}, seed=1)) == {0, 1}
+    assert set(drawn(lib, equal, 60, **{**OFF, "top_p": 0.75}, seed=1)) == {0, 1, 2}
+
+
+def test_sigma_of_numbers_that_overflow(lib: Library) -> None:
+    """An infinite deviation, as libllama's, masks nothing."""
+    logits = flat(1)[:500] * np.float32(1e38)
+    fields = {**OFF, "top_n_sigma": 1e-3, "temperature": 1e4, "typical_p": 0.9, "seed": 1}
+    assert all(0 <= token < 500 for token in drawn(lib, logits, 20, **fields))
+    fields["typical_p"] = 1.0
+    assert drawn(lib, logits, 20, **fields) == libllamas(logits, 20, **fields)
+
+
 def test_equal_tokens_at_the_nucleus_edge(lib: Library) -> None:
     """The lower ids are in: half of the mass of equal tokens is the lower half of them."""
     logits = np.zeros(4000, np.float32)

@@ -128,6 +128,8 @@ def test_the_ends_of_the_mass(isa: str) -> None:
     assert row.draw(0.0, 1.0) == 0
     assert row.draw(0.0, 1.0, 1.0) == int(np.flatnonzero(logits > 1)[0])
     assert row.draw(1 - 2**-53, 1.0) == WIDE - 1
+    equal = row_of(np.zeros(4096, np.float32))  # on a boundary the sum reaches the share
+    assert [equal.draw(share, 0.7) for share in (0.25, 0.5, 0.75)] == [1023, 2047, 3071]
 
 
 def test_a_temperature_that_overflows(isa: str) -> None:

@@ -213,8 +213,7 @@ class RowDraw:
         floor, ceiling, peak = lo, HIGHEST, row.max
         while True:
             token = row.draw(self._random.uniform(), self._temperature, floor, ceiling, peak)
-            if token < 0:
-                return int(np.abs(logits - np.float32(mean)).argmin())
+            assert token >= 0  # whatever refuses a token has found others nearer
             near, far = _mirrored(float(logits[token]), mean)
             near = max(near, lo)
             if row.split(token, near, far)[0] <= wanted:

@@ -104,11 +104,12 @@ class LogitRow:
         return float(out[0]), self.max + out[1] / out[0]
 
     def deviation(self) -> float:
-        """Standard deviation of the logits that are not -inf."""
+        """Standard deviation of the logits that are not -inf; infinite where F32 overflows."""
         out = ffi.new("double[3]")
         lib.loragraph_row_moments(self._bounds(LOWEST, HIGHEST), out)
         count, total, squares = out
-        return math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+        variance = squares / count - (total / count) ** 2
+        return math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.inf
 
     def max_below(self, hi: float) -> float:
         """The largest value below `hi`, -inf if there is none."""
