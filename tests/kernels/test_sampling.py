@@ -223,9 +223,12 @@ def test_mass_before_a_token(isa: str, exact: bool) -> None:
         for lo, hi in ((1.0, math.inf), (0.0, 2.0), (2.0, math.inf)):
             edge = ((logits == lo) | (logits == hi)) & before
             expected = weights[((logits > lo) & (logits < hi)) | edge].sum()
-            found, outer = row.split(token, lo, hi, 0.5, exact=exact)
+            found, others = row.split(token, lo, hi, -0.5, exact=exact)
             assert abs(found - expected) <= 1.1 * MASS_ERROR * expected
-            assert outer == pytest.approx(weights[logits > 0.5].sum(), rel=1.1 * MASS_ERROR)
+            assert found + others == pytest.approx(weights.sum(), rel=1.1 * MASS_ERROR)
+            early, others = row.split(token, lo, hi, most=found / 9, rest=others / 9, exact=exact)
+            assert early <= found
+            assert early >= found / 9 or others > 0
 
 
 @settings(max_examples=60, deadline=None)

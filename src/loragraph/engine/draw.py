@@ -30,6 +30,7 @@ from loragraph.kernels.sampling import (
 from loragraph.vocab.vocab import Vocab
 
 _FEW = 256  # candidates that are sorted
+_CERTAIN = 1 + 1e-5  # beyond the errors of masses
 
 Logits = NDArray[np.float32]
 
@@ -191,16 +192,35 @@ class RowDraw:
         After a token that does not, only those above it are left: at least as likely as `top_p`,
         the next draw is the last.
         """
+        p = self._top_p
         floor = max(lo, self._min_p_bound(row))
+        mass = math.inf
         while True:
             token = self._drawn(row, floor)
             edge = float(logits[token])
-            above_it, mass = row.split(token, edge, outer=lo)
-            if abs(above_it - self._top_p * mass) < 2 * MASS_ERROR * mass:
-                above_it, mass = row.split(token, edge, outer=lo, exact=True)
-            if above_it < self._top_p * mass or token == row.best:
+            if floor == lo:
+                mass = self._mass_bound(row.drawn_mass, len(logits))
+            above_it, rest = row.split(token, edge, outer=lo, most=p * mass, rest=(1 - p) * mass)
+            if rest >= (1 - p) * mass or token == row.best:
                 return token
+            if above_it < p * mass:  # all was summed
+                mass = above_it + rest
+                if abs(above_it - p * mass) < 2 * MASS_ERROR * mass:
+                    above_it, rest = row.split(token, edge, outer=lo, exact=True)
+                    mass = above_it + rest
+                if above_it < p * mass:
+                    return token
+                mass *= _CERTAIN
             floor = max(floor, below(edge))
+
+    def _mass_bound(self, mass: float, n: int) -> float:
+        """More than the mass at temperature 1 of `n` tokens that have this one at the request's.
+
+        No weight w is above 1. Above 1, sum(w^T) <= sum(w); below, Hoelder: sum(w^T) <= n^(1 - T)
+        sum(w)^T.
+        """
+        t = self._temperature
+        return _CERTAIN * (mass if t >= 1 else n ** (1 - t) * mass**t)
 
     def _typical(self, logits: Logits, row: LogitRow, lo: float) -> int:
         """Draws until a token lies in the typical set: the nearest ones to the mean logit.
@@ -216,7 +236,10 @@ class RowDraw:
             assert token >= 0  # whatever refuses a token has found others nearer
             near, far = _mirrored(float(logits[token]), mean)
             near = max(near, lo)
-            if row.split(token, near, far)[0] <= wanted:
+            others = _CERTAIN * (mass - wanted)
+            most = _CERTAIN * wanted or math.inf
+            nearer, rest = row.split(token, near, far, lo, most=most, rest=others)
+            if nearer <= wanted or rest >= others:
                 return token
             if row.mass(near, far) > wanted:
                 floor, ceiling = near, far

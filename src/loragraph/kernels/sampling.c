@@ -262,14 +262,15 @@ static void split_block(const row_window *w, float outer_lo, const float *x, int
     out[1] += block_sum(&outer, x, n, 1);
 }
 
-void loragraph_row_split(const row_window *w, int64_t id, float outer_lo, int exact, double *out) {
+void loragraph_row_split(const row_window *w, int64_t id, float outer_lo, double most, double rest, int exact,
+                         double *out) {
     row_window closed = *w;
     closed.lo = nextafterf(w->lo, -INFINITY);
     closed.hi = nextafterf(w->hi, INFINITY);
     const int64_t n_blocks = loragraph_draw_blocks(w->n), own = id / DRAW_BLOCK;
     float tail[DRAW_BLOCK];
     out[0] = out[1] = 0;
-    for (int64_t b = 0; b < n_blocks; b++) {
+    for (int64_t b = 0; b < n_blocks && out[0] < most && out[1] - out[0] < rest; b++) {
         const float *x;
         const int64_t n = draw_block(w, b, tail, &x);
         if (b != own) {
@@ -317,10 +318,10 @@ float loragraph_row_max_below(const float *x, int64_t n, float hi) {
 }
 
 /* The draw by sums in vectors; -1 where their errors leave it open. */
-static int64_t draw_by_sums(const row_window *w, double u, double *sums, int exact) {
+static int64_t draw_by_sums(const row_window *w, double u, double *sums, int exact, double *mass) {
     const double error = exact ? 0 : DRAW_ERROR;
     const int64_t n_blocks = loragraph_draw_blocks(w->n);
-    const double total = block_sums(w, sums, exact), target = total * u;
+    const double total = *mass = block_sums(w, sums, exact), target = total * u;
     double run = 0;
     int64_t block = 0;
     while (block < n_blocks - 1 && run + sums[block] < target)
@@ -341,10 +342,10 @@ static int64_t draw_by_sums(const row_window *w, double u, double *sums, int exa
     return -1;
 }
 
-int64_t loragraph_row_draw(const row_window *w, double u, double *sums) {
-    int64_t id = draw_by_sums(w, u, sums, 0);
+int64_t loragraph_row_draw(const row_window *w, double u, double *sums, double *mass) {
+    int64_t id = draw_by_sums(w, u, sums, 0, mass);
     if (id < 0)
-        id = draw_by_sums(w, u, sums, 1);
+        id = draw_by_sums(w, u, sums, 1, mass);
     return id < 0 ? literal_draw(w, u, sums) : id;
 }
 

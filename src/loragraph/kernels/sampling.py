@@ -34,6 +34,7 @@ class LogitRow:
         self._n = n
         self._maxima = ffi.new("float[]", lib.loragraph_row_blocks(n))
         self._sums = ffi.new("double[]", lib.loragraph_draw_blocks(n))
+        self._mass = ffi.new("double *")
         self._scan = ffi.new("row_scan *")
         self._window = ffi.new("row_window *", {"n": n})
         self._x: Any = ffi.NULL
@@ -87,15 +88,18 @@ class LogitRow:
         hi: float = HIGHEST,
         outer: float = LOWEST,
         *,
+        most: float = math.inf,
+        rest: float = math.inf,
         exact: bool = False,
     ) -> tuple[float, float]:
-        """`mass`, with those on the bounds themselves whose id is below `token`; the outer mass.
+        """`mass`, with those on the bounds themselves whose id is below `token`; and the others'.
 
-        The latter is that of all above `outer`.
+        The others are those above `outer` that are not in the first. Sums no further once the first
+        reaches `most` or the second `rest`.
         """
         out = ffi.new("double[2]")
-        lib.loragraph_row_split(self._bounds(lo, hi), token, outer, exact, out)
-        return float(out[0]), float(out[1])
+        lib.loragraph_row_split(self._bounds(lo, hi), token, outer, most, rest, exact, out)
+        return float(out[0]), float(out[1] - out[0])
 
     def mean(self, lo: float = LOWEST) -> tuple[float, float]:
         """The window's mass, and the mean logit by weight at temperature 1."""
@@ -128,7 +132,12 @@ class LogitRow:
         window.temperature = temperature
         if peak is not None:
             window.max = peak
-        return int(lib.loragraph_row_draw(window, u, self._sums))
+        return int(lib.loragraph_row_draw(window, u, self._sums, self._mass))
+
+    @property
+    def drawn_mass(self) -> float:
+        """Mass of the window of the last `draw`, at its temperature."""
+        return float(self._mass[0])
 
     def _bounds(self, lo: float, hi: float) -> Any:
         window = self._window
