@@ -101,7 +101,8 @@ static void sift_up(row_candidate *heap, int64_t at, row_candidate value) {
     heap[at] = value;
 }
 
-/* Of x[begin, end), what is at least `least`. Ids ascend: an equal value with a higher id is worse than all in the heap. */
+/* Of x[begin, end), what is at least `least`. Ids ascend: an equal value with a higher id is worse than all in the
+ * heap. */
 static int64_t keep_best(const float *x, int64_t begin, int64_t end, float least, int64_t k, row_candidate *heap,
                          int64_t size) {
     for (int64_t i = begin; i < end; i++) {
@@ -116,7 +117,8 @@ static int64_t keep_best(const float *x, int64_t begin, int64_t end, float least
     return size;
 }
 
-/* A maximum that k of the n >= k >= 1 maxima reach, and not many more: the least in the bins that hold the k largest. */
+/* A maximum that k of the n >= k >= 1 maxima reach, and not many more: the least in the bins that hold the k
+ * largest. */
 static float kth_maximum(const float *maxima, int64_t n, int64_t k) {
     int32_t bins[N_BINS] = {0};
     float hi = maxima[0], lo = maxima[0];
@@ -142,7 +144,8 @@ static float kth_maximum(const float *maxima, int64_t n, int64_t k) {
     return least;
 }
 
-int64_t loragraph_row_top(const float *x, int64_t n, const float *maxima, int64_t k, row_candidate *heap, int64_t *ids) {
+int64_t loragraph_row_top(const float *x, int64_t n, const float *maxima, int64_t k, row_candidate *heap,
+                          int64_t *ids) {
     const int64_t n_blocks = loragraph_row_blocks(n);
     if (k <= 0)
         return 0;

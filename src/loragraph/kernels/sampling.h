@@ -62,8 +62,8 @@ double loragraph_row_mass(const row_window *window, int exact);
 /* The sum over a sample of the row, times what it is a sample of. */
 double loragraph_row_estimate(const row_window *window);
 
-/* For a window of temperature 1: to out[0] its mass, and that of those on its edges (l = lo, l = hi) with an id below `id`;
- * to out[1] that of all above outer_lo. Ends early once out[0] >= most or out[1] - out[0] >= rest. */
+/* For a window of temperature 1: to out[0] its mass, and that of those on its edges (l = lo, l = hi) with an id below
+ * `id`; to out[1] that of all above outer_lo. Ends early once out[0] >= most or out[1] - out[0] >= rest. */
 void loragraph_row_split(const row_window *window, int64_t id, float outer_lo, double most, double rest, int exact,
                          double *out);
 
@@ -79,8 +79,8 @@ void loragraph_row_moments(const row_window *window, double *out);
 /* Relative error of the masses that are not exact. */
 double loragraph_row_mass_error(void);
 
-/* sums[loragraph_draw_blocks(n)] is scratch; `mass` gets that of the window, within the error of loragraph_row_mass. Gives
- * an id, or -1 where the window is empty. */
+/* sums[loragraph_draw_blocks(n)] is scratch; `mass` gets that of the window, within the error of loragraph_row_mass.
+ * Gives an id, or -1 where the window is empty. */
 int64_t loragraph_draw_blocks(int64_t n);
 int64_t loragraph_row_draw(const row_window *window, double u, double *sums, double *mass);
 

@@ -69,7 +69,8 @@ INLINE vd wide_set1(double value) { return (vd){0} + value; }
 
 /* exp(x) for -87 <= x <= 0 within 1e-12 of it: x = n ln 2 + r, Taylor's series for r. */
 INLINE vd exp_wide(vd x) {
-    static const double terms[] = {1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1, 1};
+    static const double terms[] = {1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120,
+                                   1.0 / 24,     1.0 / 6,     0.5,        1,         1};
     /* n gets a whole number in the low bits */
     const vd n = v_wide_fma(x, wide_set1(0x1.71547652b82fep0), wide_set1(0x1.8p52));
     const vd r = v_wide_fma(n - 0x1.8p52, wide_set1(-0x1.62e42fefa39efp-1), x);

@@ -9,7 +9,8 @@ enum {
     DRAW_BLOCK = 1024, /* values under one sum: what is walked through once the sum is known to hold the choice */
 };
 
-/* How far a sum of weights by vectors may lie from one by expf: 1.2e-7 between v_exp and expf, 1.2e-7 of two F32 sums. */
+/* How far a sum of weights by vectors may lie from one by expf: 1.2e-7 between v_exp and expf, 1.2e-7 of two F32
+ * sums. */
 #define DRAW_ERROR 2.6e-7
 
 /* How far the sum of up to 2^22 weights depends on their order, in F64. */
