@@ -29,7 +29,10 @@ CHAINS: dict[str, dict[str, Any]] = {
     "default": {},
     "default, penalties": {"repeat_penalty": 1.1, "frequency_penalty": 0.1},
     "temperature alone": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "min-p alone": {"top_k": 0, "top_p": 1.0},
     "top-p alone": {"top_k": 0, "min_p": 0.0},
+    "top-n-sigma alone": {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": 1.0},
+    "typical-p alone": {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 0.9},
 }
 
 

@@ -194,6 +194,9 @@ def test_a_long_score_is_computed_in_chunks(model: Model, files: Files) -> None:
         {"mirostat": 2, "min_tokens": 5},
         {"xtc_probability": 0.5, "top_n_sigma": 2.0, "dry_multiplier": 1.0, "logprobs": 3},
         {"dynatemp_range": 0.5, "repeat_penalty": 1.2, "stop_token_ids": (7,), "typical_p": 0.9},
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"top_k": 0, "logit_bias": {7: 2.0}, "repeat_penalty": 1.3, "logprobs": 2},
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 0.9, "min_tokens": 3},
     ],
     ids=repr,
 )
@@ -207,6 +210,10 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(
     others = [Request(PROMPT[i:], {"b": 1.0}, params) for i in range(6)]
     mixed = engine.generate_batch([*others[:3], wanted, *others[3:]])[3]
     assert [one.tokens for one in mixed.choices] == [one.tokens for one in alone.choices]
+    if params.logprobs:  # what bias and penalties add for a choice stands in no other's logits
+        first = [dict(one.logprobs[0].top) for one in alone.choices]
+        assert first[1] == pytest.approx(first[0], abs=BOUND)
+        assert first[2] == pytest.approx(first[0], abs=BOUND)
     assert [one.seed for one in alone.choices] == [5, 6, 7]
     single = engine.generate(PROMPT, params, adapters={"a": 1.0}, seed=6)
     assert single.tokens == alone.choices[1].tokens

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from loragraph import Context, GenerationEvent, Model, SamplingParams
+from loragraph.engine.draw import ChainDraw
 from loragraph.engine.generate import SamplingFields
 from loragraph.errors import (
     ContextLengthError,
@@ -273,9 +274,9 @@ def test_a_dropped_stream_frees_its_sampler(ctx: Context) -> None:
     del stream
     gc.collect()
 
-    assert sampler._filters is not None
+    assert isinstance(sampler._draw, ChainDraw)
     with pytest.raises(LifecycleError, match="after its close"):
-        _ = sampler._filters.ptr
+        _ = sampler._draw._filters.ptr
 
 
 def test_never_started_stream(ctx: Context) -> None:

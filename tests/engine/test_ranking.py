@@ -48,3 +48,8 @@ def test_values_that_are_not_finite_do_not_end_it(bad: float) -> None:
     logits = np.arange(1000, dtype=np.float32)
     logits[::3] = bad
     assert len(ranked(logits, 5)) <= 5
+
+
+def test_nothing_to_rank() -> None:
+    """No logits have no best ones."""
+    assert len(ranked(np.empty(0, np.float32), 3)) == 0

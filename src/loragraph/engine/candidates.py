@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.engine.params import SamplingParams
 from loragraph.errors import BackendError
 from loragraph.ggml.lib import Library
+
+_UNDERFLOW = 87.0  # exp(-88) is no normal float32; libllama's logarithms would be NaN
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
 
@@ -50,9 +53,13 @@ class Candidates:
             self.data = self.data[keep]
             self._wrap()
 
-    def lower(self) -> None:
-        """Takes the best logit from all: a temperature next to nothing then overflows none."""
-        self.data["logit"] -= self.data["logit"].max()
+    def prepare(self, params: SamplingParams) -> None:
+        """Leaves out, and lowers, what libllama's filters for these parameters cannot take."""
+        takes_logarithms = params.typical_p < 1 or params.mirostat
+        self.drop_forbidden(_UNDERFLOW if takes_logarithms else math.inf)
+        if params.dynatemp_range > 0 and len(self.data):
+            # the best becomes 0: a temperature next to nothing then overflows none
+            self.data["logit"] -= self.data["logit"].max()
 
     def _wrap(self) -> None:
         ffi = self._lib.ffi

@@ -20,6 +20,14 @@ class Chain(Handle):
         """A copy in the same state."""
         return Chain(self.lib, self.lib.c.llama_sampler_clone(self.ptr), "sampler")
 
+    def apply(self, candidates: Any) -> None:
+        """Filters a `llama_token_data_array`, and chooses if the chain ends in a draw."""
+        self.lib.c.llama_sampler_apply(self.ptr, candidates)
+
+    def reset(self) -> None:
+        """Back to the state after construction."""
+        self.lib.c.llama_sampler_reset(self.ptr)
+
     def _free(self, ptr: Any) -> None:
         self.lib.c.llama_sampler_free(ptr)
 
@@ -68,38 +76,64 @@ def filters(vocab: Vocab, params: SamplingParams, seed: int) -> Chain:
 
     With mirostat: temperature, then mirostat, which draws.
     """
-    lib, c = vocab.lib, vocab.lib.c
+    c = vocab.lib.c
+    if params.mirostat:
+        return _chain(vocab.lib, _mirostat(vocab, params, seed))
+    draw: _Parts = [(True, lambda: c.llama_sampler_init_dist(seed))]
+    return _chain(vocab.lib, _cuts(vocab.lib, params) + _changes(vocab.lib, params, seed) + draw)
+
+
+def cuts(lib: Library, params: SamplingParams) -> Chain:
+    """The first of `filters`: typical, top-p."""
+    return _chain(lib, _cuts(lib, params))
+
+
+def changes(lib: Library, params: SamplingParams, seed: int) -> Chain:
+    """Those between `cuts` and the draw: min-p, XTC, temperature."""
+    return _chain(lib, _changes(lib, params, seed))
+
+
+def has_xtc(params: SamplingParams) -> bool:
+    """Whether XTC changes anything."""
+    return params.xtc_probability > 0 and params.xtc_threshold <= 0.5
+
+
+_Parts = list[tuple[bool, Callable[[], Any]]]
+
+
+def _chain(lib: Library, parts: _Parts) -> Chain:
+    c = lib.c
     chain = Chain(
         lib, c.llama_sampler_chain_init(c.llama_sampler_chain_default_params()), "sampler"
     )
-    parts = _mirostat(vocab, params, seed) if params.mirostat else _filters(lib, params, seed)
     for wanted, make in parts:
         if wanted:
             c.llama_sampler_chain_add(chain.ptr, make())
     return chain
 
 
-_Parts = list[tuple[bool, Callable[[], Any]]]
-
-
-def _filters(lib: Library, params: SamplingParams, seed: int) -> _Parts:
-    c, delta = lib.c, params.dynatemp_range
-    xtc = params.xtc_probability > 0 and params.xtc_threshold <= 0.5
+def _cuts(lib: Library, params: SamplingParams) -> _Parts:
+    c = lib.c
     return [
         (params.typical_p < 1, lambda: c.llama_sampler_init_typical(params.typical_p, 0)),
         (params.top_p < 1, lambda: c.llama_sampler_init_top_p(params.top_p, 0)),
+    ]
+
+
+def _changes(lib: Library, params: SamplingParams, seed: int) -> _Parts:
+    c = lib.c
+    probability, threshold = params.xtc_probability, params.xtc_threshold
+    temperature, delta = params.temperature, params.dynatemp_range
+    return [
         (params.min_p > 0, lambda: c.llama_sampler_init_min_p(params.min_p, 0)),
         (
-            xtc,
-            lambda: c.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 0, seed),
+            has_xtc(params),
+            lambda: c.llama_sampler_init_xtc(probability, threshold, 0, seed),
         ),
         (
             True,
-            lambda: c.llama_sampler_init_temp_ext(
-                params.temperature, delta, params.dynatemp_exponent
-            ),
+            lambda: c.llama_sampler_init_temp_ext(temperature, delta, params.dynatemp_exponent),
         ),
-        (True, lambda: c.llama_sampler_init_dist(seed)),
     ]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.engine.ranking import ranked
+from loragraph.kernels.sampling import best_of_rows
 
 _ROWS_AT_ONCE = 32  # of logits: what they are copied to stays small
 
@@ -53,10 +54,9 @@ def best_tokens(logits: NDArray[np.float32], rows: Sequence[int]) -> dict[int, i
     """
     if not rows:
         return {}
-    own = logits if len(rows) == len(logits) else logits[np.array(rows)]
-    tokens = np.argmax(own, axis=1)  # a NaN counts as the largest
-    finite = np.isfinite(own[np.arange(len(rows)), tokens])
-    return {row: int(token) for row, token, good in zip(rows, tokens, finite, strict=True) if good}
+    tokens, finite = best_of_rows(logits, rows)
+    found = zip(rows, tokens.tolist(), finite.tolist(), strict=True)
+    return {row: token for row, token, good in found if good}
 
 
 def _totals(logits: NDArray[np.float32]) -> NDArray[np.float64]:

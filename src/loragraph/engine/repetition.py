@@ -51,11 +51,14 @@ class Repetition:
         for part in self._parts:
             part.accept(token)
 
-    def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits (n_tokens,) f32 after both; a copy where they change."""
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens whose logits `apply` may change, some of them twice."""
+        return np.concatenate([part.ids() for part in self._parts])
+
+    def apply(self, logits: NDArray[np.float32]) -> None:
+        """Changes logits (n_tokens,) f32 in place."""
         for part in self._parts:
-            logits = part.apply(logits)
-        return logits
+            part.apply(logits)
 
     def reset(self) -> None:
         """Forgets all tokens."""
@@ -91,20 +94,21 @@ class _Windowed:
         self._last.append(token)
         self._counts[token] += 1
 
-    def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits (n_tokens,) f32; a copy where they may change."""
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens of the window, each once."""
+        return np.fromiter(self._counts, np.int64, len(self._counts))
+
+    def apply(self, logits: NDArray[np.float32]) -> None:
+        """Changes logits (n_tokens,) f32 in place."""
         if not self._counts:
-            return logits
-        ids = np.fromiter(self._counts, np.intp, len(self._counts))
-        candidates = Candidates(self.chain.lib, ids, logits)
-        self.chain.lib.c.llama_sampler_apply(self.chain.ptr, candidates.ptr)
-        adjusted = logits.copy()
-        adjusted[candidates.data["id"]] = candidates.data["logit"]
-        return adjusted
+            return
+        candidates = Candidates(self.chain.lib, self.ids(), logits)
+        self.chain.apply(candidates.ptr)
+        logits[candidates.data["id"]] = candidates.data["logit"]
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.chain.lib.c.llama_sampler_reset(self.chain.ptr)
+        self.chain.reset()
         self._last.clear()
         self._counts.clear()
 

@@ -1,7 +1,7 @@
-"""From logits to a token: bias, penalties, grammar, then libllama's chain in its default order.
+"""From logits to a token: bias, penalties, grammar, then a draw in libllama's default order.
 
-What a filter does is libllama's; numpy only decides which candidates it gets to see. A request's
-sampler owns its random numbers, so its draws do not depend on what else is in the batch.
+A request's sampler owns its random numbers, so its draws do not depend on what else is in the
+batch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.engine import chain
+from loragraph.engine import chain, draw
 from loragraph.engine.candidates import Candidates
 from loragraph.engine.chain import Chain
 from loragraph.engine.grammar import GrammarMatcher
 from loragraph.engine.params import MAX_LAST_N, SamplingParams, bad_param
-from loragraph.engine.ranking import ranked
+from loragraph.engine.ranking import best_of, ranked
 from loragraph.engine.repetition import Repetition
 from loragraph.errors import BackendError, InvalidRequestError
+from loragraph.kernels.sampling import LogitRow
 from loragraph.vocab.vocab import Vocab
 
 _MAX_SINGLY = 200  # above, asking the grammar about all tokens at once is cheaper
 _SINGLY_PER_CANDIDATE = 4
-_UNDERFLOW = 87.0  # exp(-88) is no normal float32; libllama's logarithms would be NaN
 
 
 def draw_seed() -> int:
@@ -59,15 +58,17 @@ class Sampler:
         only_forbids = bool(np.all(self._bias == -np.inf))
         self._forbidden = frozenset(self._bias_ids.tolist()) if only_forbids else None
         self._ends = _end_tokens(vocab, params)
+        self._end_ids = np.array(sorted(self._ends), np.int64)
         # the grammar first: it is what can be refused, and nothing is owned yet
         self._grammar = (
             None if params.grammar is None else GrammarMatcher.parse(vocab, params.grammar)
         )
         self._repetition = Repetition.of(vocab, params, n_ctx)
         draws = not params.greedy
-        self._filters = chain.filters(vocab, params, self.seed) if draws else None
+        self._draw = draw.make(vocab, params, self.seed) if draws else None
         sigma = draws and params.top_n_sigma > 0 and not params.mirostat
         self._sigma = chain.top_n_sigma(vocab.lib, params) if sigma else None
+        self._row: LogitRow | None = None  # made when it is needed: a request may wait for long
         self._read_prompt()
 
     @property
@@ -88,13 +89,23 @@ class Sampler:
         return self._forbidden | self._ends
 
     def sample(self, logits: NDArray[np.float32]) -> int:
-        """The next token for `logits` (n_vocab,) f32, which stay unchanged. Does not accept it.
+        """The next token for `logits` (n_vocab,) f32. Does not accept it.
 
-        BackendError for logits that are no finite numbers, InvalidRequestError where bias, grammar
-        and min_tokens leave no candidate.
+        Bias and penalties stand in `logits` during the call only. BackendError for logits that are
+        no finite numbers, InvalidRequestError where bias, grammar and min_tokens leave no
+        candidate.
         """
-        self._check_logits(logits)
-        return self._choose(self._adjust(logits))
+        row, logits = self._read(logits)
+        ids = self._ids_to_change()
+        if not len(ids):
+            return self._choose(logits, row)
+        before = logits[ids]  # a copy of the whole row would take longer than all the rest
+        try:
+            self._change(logits)
+            row.changed(ids)
+            return self._choose(logits, row)
+        finally:
+            logits[ids] = before
 
     def accept(self, token: int) -> None:
         """Tells penalties and grammar that `token` is the next one of the sequence."""
@@ -111,8 +122,8 @@ class Sampler:
     def reset(self) -> None:
         """Back to the state after construction, the random numbers too."""
         self._n_accepted = 0
-        if self._filters is not None:
-            self._vocab.lib.c.llama_sampler_reset(self._filters.ptr)
+        if self._draw is not None:
+            self._draw.reset()
         if self._grammar is not None:
             self._grammar.reset()
         if self._repetition is not None:
@@ -126,10 +137,12 @@ class Sampler:
         other._prompt, other._n_accepted = self._prompt, self._n_accepted
         other._bias_ids, other._bias = self._bias_ids, self._bias
         other._forbidden, other._ends = self._forbidden, self._ends
+        other._end_ids = self._end_ids
         other._grammar = self._grammar.clone() if self._grammar is not None else None
         other._repetition = self._repetition.clone() if self._repetition is not None else None
-        other._filters = self._filters.clone() if self._filters is not None else None
+        other._draw = self._draw.clone() if self._draw is not None else None
         other._sigma = self._sigma.clone() if self._sigma is not None else None
+        other._row = None
         return other
 
     def with_seed(self, seed: int) -> Sampler:
@@ -140,14 +153,14 @@ class Sampler:
         assert not self._n_accepted, "a sampler in use has no beginning"
         other = self.clone()
         other.params, other.seed = replace(self.params, seed=seed), seed
-        if other._filters is not None:
-            other._filters.close()
-            other._filters = chain.filters(self._vocab, other.params, seed)
+        if other._draw is not None:
+            other._draw.close()
+            other._draw = draw.make(self._vocab, other.params, seed)
         return other
 
     def close(self) -> None:
         """Frees libllama's samplers; a second call does nothing."""
-        for owner in (self._repetition, self._filters, self._sigma):
+        for owner in (self._repetition, self._draw, self._sigma):
             if owner is not None:
                 owner.close()
 
@@ -166,85 +179,99 @@ class Sampler:
             for token in self._prompt:
                 self._repetition.accept(token)
 
-    def _check_logits(self, logits: NDArray[np.float32]) -> None:
+    def _read(self, logits: NDArray[np.float32]) -> tuple[LogitRow, NDArray[np.float32]]:
+        """What a scan finds in the logits; and they, or a copy if they cannot be written to."""
         if logits.dtype != np.float32 or logits.shape != (self._vocab.n_tokens,):
             raise BackendError(
                 f"logits: expected ({self._vocab.n_tokens},) float32, "
                 f"got {logits.shape} {logits.dtype}"
             )
-        if not np.isfinite(logits).all():
-            raise BackendError("the model's logits are not finite numbers")
-
-    def _adjust(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits (n_vocab,) with bias, penalties and DRY; a copy where there are any."""
-        if len(self._bias_ids) or self._must_go_on:
+        flags = logits.flags
+        if not (flags.c_contiguous and flags.writeable):
             logits = logits.copy()
-            logits[self._bias_ids] += self._bias
-        if self._must_go_on:
-            logits[list(self._ends)] = -np.inf
-        return logits if self._repetition is None else self._repetition.apply(logits)
+        if self._row is None:
+            self._row = LogitRow(self._vocab.n_tokens)
+        self._row.read(logits)
+        if not self._row.finite:
+            raise BackendError("the model's logits are not finite numbers")
+        return self._row, logits
 
-    def _choose(self, logits: NDArray[np.float32]) -> int:
+    def _ids_to_change(self) -> NDArray[np.int64]:
+        """Of bias, min_tokens, penalties and DRY; some may stand there twice."""
+        ids = [self._bias_ids]
+        if self._must_go_on:
+            ids.append(self._end_ids)
+        if self._repetition is not None:
+            ids.append(self._repetition.ids())
+        return np.concatenate(ids) if len(ids) > 1 else self._bias_ids
+
+    def _change(self, logits: NDArray[np.float32]) -> None:
+        """Bias, penalties and DRY into the logits (n_vocab,)."""
+        logits[self._bias_ids] += self._bias
+        if self._must_go_on:
+            logits[self._end_ids] = -np.inf
+        if self._repetition is not None:
+            self._repetition.apply(logits)
+
+    def _choose(self, logits: NDArray[np.float32], row: LogitRow) -> int:
         if self.params.greedy:
             if self._grammar is None:
-                return self._checked(int(np.argmax(logits)), logits)
-            return int(self._allowed(logits, 1).data["id"][0])
-        candidates = self._allowed(logits, 0 if self.params.mirostat else self.params.top_k)
-        self._vocab.lib.c.llama_sampler_apply(_ptr(self._filters), candidates.ptr)
-        return candidates.selected
+                return self._checked(row.best, logits)
+            return int(self._allowed(logits, row, 1).data["id"][0])
+        assert self._draw is not None
+        if self._grammar is None and isinstance(self._draw, draw.RowDraw):
+            self._checked(row.best, logits)
+            return self._draw.of_row(logits, row)
+        k = 0 if self.params.mirostat else self.params.top_k
+        return self._draw.among(self._allowed(logits, row, k))
 
     def _checked(self, token: int, logits: NDArray[np.float32]) -> int:
         if logits[token] == -np.inf:
             raise _nothing_left()
         return token
 
-    def _allowed(self, logits: NDArray[np.float32], k: int) -> Candidates:
+    def _allowed(self, logits: NDArray[np.float32], row: LogitRow, k: int) -> Candidates:
         """The best `k` candidates (all of them for k <= 0) that the grammar and sigma allow."""
         if self._sigma is None:
-            ids = self._allowed_ids(logits, k)
+            ids = self._allowed_ids(logits, row, k)
+        elif self._grammar is None and k > 0 and math.isfinite(row.max):
+            ids = best_of(row, logits, k)
+            ids = ids[logits[ids] > draw.sigma_bound(row, self.params.top_n_sigma)]
         else:
-            ids = self._within_sigma(self._sigma, self._allowed_ids(logits, 0), logits)
+            ids = self._within_sigma(self._sigma, self._allowed_ids(logits, row, 0), logits)
             ids = ids[ranked(logits[ids], k)] if k > 0 else ids
         candidates = Candidates(self._vocab.lib, ids, logits, ranked=k > 0)
-        takes_logarithms = self.params.typical_p < 1 or self.params.mirostat
-        candidates.drop_forbidden(_UNDERFLOW if takes_logarithms else math.inf)
+        candidates.prepare(self.params)
         if not len(candidates.data):
             raise _nothing_left()
-        if self.params.dynatemp_range > 0:
-            candidates.lower()
         return candidates
 
     def _within_sigma(
-        self, sigma: Chain, ids: NDArray[np.intp], logits: NDArray[np.float32]
-    ) -> NDArray[np.intp]:
+        self, sigma: Chain, ids: NDArray[np.int64], logits: NDArray[np.float32]
+    ) -> NDArray[np.int64]:
         """Of these candidates, those that top-n-sigma keeps, in the same order."""
         candidates = Candidates(self._vocab.lib, ids, logits)
         candidates.drop_forbidden(math.inf)
         if len(candidates.data):
-            self._vocab.lib.c.llama_sampler_apply(sigma.ptr, candidates.ptr)
+            sigma.apply(candidates.ptr)
         data = candidates.data
-        return data["id"][data["logit"] > -np.inf].astype(np.intp)
+        return data["id"][data["logit"] > -np.inf].astype(np.int64)
 
-    def _allowed_ids(self, logits: NDArray[np.float32], k: int) -> NDArray[np.intp]:
+    def _allowed_ids(self, logits: NDArray[np.float32], row: LogitRow, k: int) -> NDArray[np.int64]:
         """Ids of the best `k` that the grammar allows, the best first for k > 0.
 
         Exact: the grammar is asked about the top of the ranking one by one, and about all tokens at
         once where too few of the top passed.
         """
         if self._grammar is None:
-            return ranked(logits, k) if k > 0 else np.arange(len(logits))
+            return best_of(row, logits, k) if k > 0 else np.arange(len(logits))
         if 0 < k <= _MAX_SINGLY:
-            top = ranked(logits, k * _SINGLY_PER_CANDIDATE)
+            top = row.top(k * _SINGLY_PER_CANDIDATE)
             passed = list(islice(filter(self._grammar.allows, top.tolist()), k))
             if len(passed) == k:
-                return np.array(passed, np.intp)
-        allowed = self._grammar.allowed_tokens().astype(np.intp)
+                return np.array(passed, np.int64)
+        allowed = self._grammar.allowed_tokens().astype(np.int64)
         return allowed[ranked(logits[allowed], k)] if k > 0 else allowed
-
-
-def _ptr(owner: Chain | None) -> Any:
-    assert owner is not None  # greedy never gets here
-    return owner.ptr
 
 
 def _bias_arrays(

@@ -24,9 +24,14 @@ SOURCES = (
     "attention_neon.c",
     "product.c",
     "product_vnni.c",
+    "sampling.c",
+    "sampling_portable.c",
+    "sampling_avx2.c",
+    "sampling_avx512.c",
+    "sampling_neon.c",
     "strings.c",
 )
-HEADERS = ("lowrank.h", "attention.h", "product.h", "strings.h")
+HEADERS = ("lowrank.h", "attention.h", "product.h", "sampling.h", "strings.h")
 
 
 def declarations(header: Path) -> str:

@@ -42,6 +42,14 @@ INLINE float v_top(vf v) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+typedef __m256d vd;
+INLINE vd v_wide_fma(vd a, vd b, vd c) { return _mm256_fmadd_pd(a, b, c); }
+INLINE vd v_low(vf v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+INLINE vd v_high(vf v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
+    const vf inside = _mm256_and_ps(_mm256_cmp_ps(x, lo, _CMP_GT_OQ), _mm256_cmp_ps(x, hi, _CMP_LT_OQ));
+    return _mm256_and_ps(inside, value);
+}
 INLINE void v_transpose(vf m[VL]) {
     vf t[VL], u[VL];
     for (int i = 0; i < VL; i += 2) {

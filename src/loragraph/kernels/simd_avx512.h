@@ -45,6 +45,14 @@ INLINE float v_top(vf v) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+typedef __m512d vd;
+INLINE vd v_wide_fma(vd a, vd b, vd c) { return _mm512_fmadd_pd(a, b, c); }
+INLINE vd v_low(vf v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+INLINE vd v_high(vf v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
+    const __mmask16 above = _mm512_cmp_ps_mask(x, lo, _CMP_GT_OQ);
+    return _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(above, x, hi, _CMP_LT_OQ), value);
+}
 INLINE void v_transpose(vf m[VL]) {
     vf t[VL], u[VL];
 #pragma GCC unroll 16

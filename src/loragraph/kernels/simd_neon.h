@@ -41,6 +41,14 @@ INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 INLINE float v_sum(vf v) { return vaddvq_f32(v); }
 INLINE vf v_max(vf a, vf b) { return vmaxq_f32(a, b); }
 INLINE float v_top(vf v) { return vmaxvq_f32(v); }
+typedef float64x2_t vd;
+INLINE vd v_wide_fma(vd a, vd b, vd c) { return vfmaq_f64(c, a, b); }
+INLINE vd v_low(vf v) { return vcvt_f64_f32(vget_low_f32(v)); }
+INLINE vd v_high(vf v) { return vcvt_high_f64_f32(v); }
+INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
+    const uint32x4_t inside = vandq_u32(vcgtq_f32(x, lo), vcltq_f32(x, hi));
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(value), inside));
+}
 INLINE void v_transpose(vf m[VL]) {
     float32x4x2_t a = vtrnq_f32(m[0], m[1]), b = vtrnq_f32(m[2], m[3]);
     m[0] = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));

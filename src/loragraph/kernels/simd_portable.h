@@ -2,7 +2,8 @@
  *
  * Every simd_*.h defines the same names: VL lanes of `vf`, loads of the four storage types, v_fma(a, b, c) =
  * a * b + c, v_sum in one fixed order, v_max, v_top (the largest lane), v_transpose (VL vectors as a square), the
- * row counts of the register tiles. A file includes one of them.
+ * row counts of the register tiles, v_low and v_high (half of the lanes each, as doubles), v_wide_fma,
+ * v_between (value where lo < x < hi, else 0). A file includes one of them.
  */
 #include <stdint.h>
 #include <string.h>
@@ -71,6 +72,14 @@ INLINE vf v_max(vf a, vf b) {
 INLINE float v_top(vf v) {
     float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
+}
+typedef double vd __attribute__((vector_size(16)));
+INLINE vd v_wide_fma(vd a, vd b, vd c) { return a * b + c; }
+INLINE vd v_low(vf v) { return (vd){v[0], v[1]}; }
+INLINE vd v_high(vf v) { return (vd){v[2], v[3]}; }
+INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
+    typedef int32_t vi __attribute__((vector_size(16)));
+    return (vf)((vi)value & (x > lo) & (x < hi));
 }
 INLINE void v_transpose(vf m[VL]) {
     vf t[VL] = {m[0], m[1], m[2], m[3]};
