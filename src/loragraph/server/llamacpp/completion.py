@@ -60,6 +60,7 @@ class CompletionBody(SamplingBody):
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
     t_max_predict_ms: int | None = None
+    sse_ping_interval: int | None = None  # seconds
 
 
 class InfillBody(CompletionBody):
@@ -77,7 +78,7 @@ async def completion(
 ) -> Response:
     """A text for each prompt."""
     maker = _Maker(state, body, request_id, key, "completion")
-    return await _answer(http, state, *await asyncio.to_thread(maker.completions))
+    return await _answer(http, state, body, *await asyncio.to_thread(maker.completions))
 
 
 @router.post("/infill")
@@ -86,7 +87,7 @@ async def infill(
 ) -> Response:
     """What belongs between two texts; 501 where the model has no tokens for that."""
     maker = _Maker(state, body, request_id, key, "infill")
-    return await _answer(http, state, *await asyncio.to_thread(maker.infill, body))
+    return await _answer(http, state, body, *await asyncio.to_thread(maker.infill, body))
 
 
 class _Maker:
@@ -190,11 +191,16 @@ class _Maker:
 
 
 async def _answer(
-    http: HttpRequest, state: ServerState, made: list[tuple[Run, Asked]], several: bool
+    http: HttpRequest,
+    state: ServerState,
+    body: CompletionBody,
+    made: list[tuple[Run, Asked]],
+    several: bool,
 ) -> Response:
     if made[0][1].stream:
         chunks = _chunks(state, made)
-        return await sse.event_stream(chunks, state.config.send_timeout_s, end=b"")
+        ping_s = state.config.ping_s(body.sse_ping_interval)
+        return await sse.event_stream(chunks, state.config.send_timeout_s, end=b"", ping_s=ping_s)
     results = await while_connected(http, finish_all([run for run, _ in made]))
     answers = [
         answer

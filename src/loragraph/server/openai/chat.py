@@ -61,7 +61,11 @@ async def chat_completions(
     """An answer to a chat, whole or as a stream of chunks."""
     chat = await asyncio.to_thread(_prepare, state, body, request_id, key)
     if body.stream:
-        return await sse.event_stream(_chunks(chat), state.config.send_timeout_s)
+        return await sse.event_stream(
+            _chunks(chat),
+            state.config.send_timeout_s,
+            ping_s=state.config.ping_s(body.sse_ping_interval),
+        )
     result = await while_connected(http, chat.run.finish())
     return JSONResponse(await asyncio.to_thread(_answer, chat, result))
 

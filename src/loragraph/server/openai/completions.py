@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+import math
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -59,16 +60,26 @@ async def completions(
     """What follows a prompt, or each of several, whole or as a stream of chunks."""
     job = await asyncio.to_thread(_prepare, state, body, request_id, key)
     if body.stream:
-        return await sse.event_stream(_chunks(job), state.config.send_timeout_s)
+        return await sse.event_stream(
+            _chunks(job),
+            state.config.send_timeout_s,
+            ping_s=state.config.ping_s(body.sse_ping_interval),
+        )
     results = await while_connected(http, finish_all(job.runs))
     return JSONResponse(await asyncio.to_thread(_answer, job, results))
 
 
 def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str) -> _Job:
     body.check()
-    if body.best_of is not None and body.best_of != (body.n or 1):
+    n, best_of = body.n or 1, body.best_of or body.n or 1
+    if best_of < n:
         raise InvalidRequestError(
-            "best_of: expected the value of n, others are not supported", param="best_of"
+            f"best_of: expected at least n, which is {n}, got {best_of}", param="best_of"
+        )
+    if best_of > n and body.stream:
+        raise InvalidRequestError(
+            "best_of: the best answers are known at the end, so they cannot be streamed",
+            param="best_of",
         )
     n_logprobs = body.n_probs if body.logprobs is None else body.logprobs
     prompt_logprobs = body.prompt_logprobs
@@ -85,11 +96,19 @@ def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str
         body,
         grammar=grammar_of(body),
         defaults=mix.defaults.params({}),
-        logprobs=n_logprobs,
+        logprobs=0 if n_logprobs is None and best_of > n else n_logprobs,
     )
     runs = [
         make_run(
-            state, body, mix, prompt.tokens, params, request_id, "completions", prompt_logprobs
+            state,
+            body,
+            mix,
+            prompt.tokens,
+            params,
+            request_id,
+            "completions",
+            prompt_logprobs,
+            n=best_of,
         )
         for prompt in prompts
     ]
@@ -100,7 +119,7 @@ def _answer(job: _Job, results: list[Result]) -> dict[str, Any]:
     choices = [
         _choice(job, number, result, choice)
         for number, result in enumerate(results)
-        for choice in result.choices
+        for choice in _best(result.choices, job.body.n or 1)
     ]
     answer = {**job.head, "choices": choices, "usage": usage_json(results)}
     own = [own_json(result) for result in results]
@@ -110,6 +129,22 @@ def _answer(job: _Job, results: list[Result]) -> dict[str, Any]:
     for choice in choices:
         choice |= own[choice["index"] // (job.body.n or 1)]
     return answer
+
+
+def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
+    """The `n` best by the mean log-probability of their tokens, the best first.
+
+    All in their order, where no more than `n` were generated. One without a token comes last.
+    """
+    if len(choices) <= n:
+        return list(choices)
+
+    def mean(choice: Choice) -> float:
+        found = [one.logprob for one in choice.logprobs]
+        return sum(found) / len(found) if found else -math.inf
+
+    best = sorted(choices, key=mean, reverse=True)[:n]
+    return [replace(choice, index=index) for index, choice in enumerate(best)]
 
 
 def _choice(job: _Job, number: int, result: Result, choice: Choice) -> dict[str, Any]:
