@@ -11,6 +11,7 @@ import pytest
 
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Choice, Event, Request
+from loragraph.server import sse
 from loragraph.server.mixes import RequestMix
 from loragraph.server.openai import chat
 from loragraph.server.openai.fields import ChatBody
@@ -59,10 +60,10 @@ def test_marks_are_control_tokens_of_the_template(job: chat._Chat) -> None:
 
 def test_a_stream_with_a_control_token_as_mark(job: chat._Chat) -> None:
     """The mark's event has no text, and yet the call is found."""
-    deltas = chat._ChoiceDeltas(job, 0)
+    deltas = chat._ChoiceDeltas(job, 0, sse.Chunks(job.head))
     pieces = [(" Yes.", 50), ("", MARK), (CALL[:9], 51), (CALL[9:], 52)]
-    entries = [e for piece, token in pieces for e in deltas.of([Event(0, piece, token)])]
-    entries += deltas.of([Event(0, "", 2, "stop")])
+    entries = [e for piece, token in pieces for e in deltas.of(Event(0, piece, token))]
+    entries += deltas.of(Event(0, "", 2, "stop"))
 
     texts = "".join(entry["delta"].get("content", "") for entry in entries)
     calls = [call for entry in entries for call in entry["delta"].get("tool_calls", [])]
@@ -93,9 +94,10 @@ def test_one_call_where_parallel_calls_are_refused(job: chat._Chat) -> None:
     """parallel_tool_calls false: the first call counts, in a stream as in a whole answer."""
     job.body.parallel_tool_calls = False
     two = CALL[:-1] + "," + CALL[1:]
-    deltas = chat._ChoiceDeltas(job, 0)
+    deltas = chat._ChoiceDeltas(job, 0, sse.Chunks(job.head))
 
-    entries = deltas.of([Event(0, "", MARK), Event(0, two, 50, "stop")])
+    events = [Event(0, "", MARK), Event(0, two, 50, "stop")]
+    entries = [entry for event in events for entry in deltas.of(event)]
     whole = job.allowed([ToolCall("now", "{}", "1"), ToolCall("now", "{}", "2")])
 
     calls = [call for entry in entries for call in entry["delta"].get("tool_calls", [])]

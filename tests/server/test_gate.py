@@ -140,3 +140,30 @@ def test_large_bodies() -> None:
 
     assert (told.status_code, untold.status_code, small.status_code) == (413, 413, 400)
     assert told.json()["error"]["message"] == "expected a body of at most 1000 bytes, got 2000"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8080", 503),
+        ("LOCALHOST.", 503),
+        ("[::1]:8080", 503),
+        ("[::1]", 503),
+        ("evil.example:8080", 403),
+        ("localhost.evil.example", 403),
+        ("evil.example@localhost", 403),
+        ("127.0.0.1", 403),
+        ("", 403),
+    ],
+)
+def test_only_known_hosts(host: str, status: int) -> None:
+    """A name that is not listed is refused, whatever its port: a page may have made it ours."""
+    with client(ServerConfig(allowed_hosts=("localhost", "::1"))) as one:
+        assert one.get("/health", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize("allowed", [(), ("*",)])
+def test_any_host(allowed: tuple[str, ...]) -> None:
+    """Without a list, and with a star, no name is refused."""
+    with client(ServerConfig(allowed_hosts=allowed)) as one:
+        assert one.get("/health", headers={"Host": "evil.example"}).status_code == 503

@@ -15,6 +15,7 @@ from loragraph.cli.serve_plan import Plan, ServedAdapter, served_adapters
 from loragraph.errors import ConfigError
 from loragraph.server.config import MAX_BODY_BYTES, ServerConfig
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MAX_KEY_FILE = 1 << 20
 
 
@@ -46,11 +47,13 @@ def serve(
     threads_http: options.ThreadsHttp = 16,
     max_body_bytes: options.MaxBodyBytes = MAX_BODY_BYTES,
     send_timeout: options.SendTimeout = 120.0,
+    sse_ping_interval: options.SsePing = 30.0,
     drain_timeout: options.DrainTimeout = 30.0,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
     admin_key: options.AdminKey = None,
     admin_key_file: options.AdminKeyFile = None,
+    allowed_hosts: options.AllowedHosts = None,
     cors_origin: options.CorsOrigin = None,
     metrics: options.Metrics = False,
     slots: options.Slots = True,
@@ -62,10 +65,16 @@ def serve(
     adapters = served_adapters(
         _values(lora, "--lora"), _values(lora_scaled, "--lora-scaled"), lora_dir
     )
+    api_keys = _keys(api_key, "--api-key", api_key_file)
+    admin_keys = _keys(admin_key, "--admin-key", admin_key_file)
+    hosts = tuple(name.lower() for name in _values(allowed_hosts, "--allowed-hosts"))
+    if not hosts and not (api_keys or admin_keys) and host in _LOOPBACK:
+        hosts = _LOOPBACK
     config = ServerConfig(
         aliases=tuple(_values(alias, "--alias")),
-        api_keys=_keys(api_key, "--api-key", api_key_file),
-        admin_keys=_keys(admin_key, "--admin-key", admin_key_file),
+        api_keys=api_keys,
+        admin_keys=admin_keys,
+        allowed_hosts=hosts,
         cors_origins=tuple(_values(cors_origin, "--cors-origin")),
         default_mix={} if lora_init_without_apply else _default_mix(adapters),
         adapter_dir=lora_dir,
@@ -73,6 +82,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         n_http_threads=threads_http,
         send_timeout_s=send_timeout,
+        sse_ping_interval_s=sse_ping_interval,
         with_metrics=metrics,
         with_slots=slots,
         with_props=props,

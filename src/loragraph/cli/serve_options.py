@@ -151,6 +151,14 @@ SendTimeout = Annotated[
         _HTTP, "--send-timeout", text="Seconds after which a client that does not read is cut."
     ),
 ]
+SsePing = Annotated[
+    float,
+    _option(
+        _HTTP,
+        "--sse-ping-interval",
+        text="Longest silence of a stream, seconds; then it sends a comment. -1: any.",
+    ),
+]
 DrainTimeout = Annotated[
     float,
     _option(_HTTP, "--drain-timeout", text="Most seconds that running requests get at the end."),
@@ -174,6 +182,16 @@ AdminKey = Annotated[
 ]
 AdminKeyFile = Annotated[
     Path | None, _option(_ACCESS, "--admin-key-file", text="File of such keys, one a line.")
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    _many(
+        _ACCESS,
+        "--allowed-hosts",
+        "Name that requests may call this server by; *: any. Default: any, but localhost,"
+        " 127.0.0.1 and ::1 where it listens there and has no key.",
+        "NAME",
+    ),
 ]
 CorsOrigin = Annotated[
     list[str] | None,

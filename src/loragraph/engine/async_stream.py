@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Self
+from typing import Self, cast
 
 from loragraph.engine.job import Sink
 from loragraph.engine.request import Answer, Event, Outcome, Result
@@ -104,10 +104,16 @@ class AsyncStream:
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Lists of events, none empty; raises what ended the request, after its last events."""
-        while await self._has_unread():
-            events = list(self._unread)
-            self._unread.clear()
+        while events := await self.batch():
             yield events
+
+    async def batch(self) -> list[Event]:
+        """One of batches(); empty after the last."""
+        if not await self._has_unread():
+            return []
+        events = list(self._unread)
+        self._unread.clear()
+        return events
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while await self._has_unread():
@@ -143,15 +149,15 @@ class AsyncStream:
             except BaseException:  # the task was cancelled
                 self.close()
                 raise
-            for outcome in outcomes:
-                if isinstance(outcome, Event):
-                    self._unread.append(outcome)
-                    continue
+            last = outcomes[-1]  # nothing comes after what is no event
+            if not isinstance(last, Event):
+                outcomes.pop()
                 self._ended = True
-                if isinstance(outcome, LoragraphError):
-                    self._error = outcome
+                if isinstance(last, LoragraphError):
+                    self._error = last
                 else:
-                    self._answer = outcome
+                    self._answer = last
+            self._unread.extend(cast(list[Event], outcomes))
         if not self._unread and self._error is not None:
             raise self._error
         return bool(self._unread)

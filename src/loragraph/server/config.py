@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ class ServerConfig:
     aliases: tuple[str, ...] = ()  # names of the base, the first shown; () = its file's name
     api_keys: tuple[str, ...] = ()  # () and no admin key: open to all
     admin_keys: tuple[str, ...] = ()  # for what changes the server; good for all else too
+    allowed_hosts: tuple[str, ...] = ()  # that requests may name as Host; () and "*": any
     cors_origins: tuple[str, ...] = ()  # other origins whose pages may call
     default_mix: Mapping[str, float] = field(default_factory=dict)  # of requests that name none
     adapter_dir: Path | None = None  # where adapters may be loaded from
@@ -26,6 +28,7 @@ class ServerConfig:
     max_prompts: int = 2048  # in one request
     n_http_threads: int = 16  # that tokenise, render templates and convert schemas
     send_timeout_s: float = 120.0  # a client that reads nothing for so long is cut off
+    sse_ping_interval_s: float = 30.0  # longest silence of a stream; 0 and below: any
     with_metrics: bool = False  # GET /metrics
     with_slots: bool = True  # GET /slots
     with_props: bool = False  # POST /props
@@ -46,6 +49,11 @@ class ServerConfig:
                 field="cors_origins",
                 hint="every page in every browser could change this server",
             )
+
+    def ping_s(self, asked_s: float | None) -> float:
+        """The longest silence of a stream; a request's own word goes first."""
+        seconds = self.sse_ping_interval_s if asked_s is None else asked_s
+        return seconds if seconds > 0 else math.inf
 
     @property
     def has_keys(self) -> bool:

@@ -64,6 +64,10 @@ class Gate:
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         config, path, method = self._config, scope["path"], scope["method"]
+        if not self._knows_host(headers):
+            return ApiError(
+                403, "this server is not called by that name (Host; see --allowed-hosts)"
+            )
         origin = headers.get("origin")
         if method not in _SAFE_METHODS and origin and not self._knows_origin(origin, headers):
             return ApiError(
@@ -84,6 +88,15 @@ class Gate:
                 headers={"Connection": "close"},
             )
         return None
+
+    def _knows_host(self, headers: Headers) -> bool:
+        """Whether the name that a request was sent to is one of ours.
+
+        A page can have its own name resolve to this machine (DNS rebinding); this server is then of
+        the page's origin, but the name is still the page's.
+        """
+        allowed = self._config.allowed_hosts
+        return not allowed or "*" in allowed or _host_name(headers.get("host", "")) in allowed
 
     def _knows_origin(self, origin: str, headers: Headers) -> bool:
         """Whether a page of that origin may send what changes something; its own may."""
@@ -132,6 +145,14 @@ def _key_of(headers: Headers) -> str:
     if scheme.lower() == "bearer" and key:
         return key.strip()
     return headers.get("x-api-key", "")
+
+
+def _host_name(host: str) -> str:
+    """A Host header's name without its port; IPv6 addresses without brackets."""
+    name, bracket, _ = host.removeprefix("[").partition("]")
+    if not bracket:
+        name = host.rpartition(":")[0] if ":" in host else host
+    return name.rstrip(".").lower()
 
 
 def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:

@@ -74,7 +74,7 @@ class Run:
         with self._watched() as engine:
             async with await engine.asubmit(self.request) as stream:
                 self.stream = stream
-                async for batch in stream.batches():
+                while batch := await stream.batch():
                     self._note(batch)
                     yield batch
                 self.result = stream.result
@@ -102,7 +102,9 @@ class Run:
         self.last_event = time.monotonic()
         if self.first_event is None:
             self.first_event = self.last_event
-        self.n_events += sum(event.token is not None for event in batch)
+        for event in batch:
+            if event.token is not None:
+                self.n_events += 1
 
 
 async def finish_all(runs: Sequence[Run]) -> list[Result]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -37,6 +38,25 @@ class Chunks:
         """One event of the common fields and these."""
         return self._start + encoded(fields)[1:] + b"\n\n"
 
+    def form(self, choice: Mapping[str, Any]) -> TextForm:
+        """The event of one choice, in which a MARK stands for the text that is still to come."""
+        return TextForm(self._start + encoded({"choices": [choice]})[1:] + b"\n\n")
+
+
+MARK = "\u0000text\u0000"
+
+
+class TextForm:
+    """An event that is encoded but for a text, where MARK stands."""
+
+    def __init__(self, event: bytes) -> None:
+        self._head, mark, self._tail = event.partition(encoded(MARK))
+        assert mark, "the event has no mark"
+
+    def of(self, text: str) -> bytes:
+        """The event with a text."""
+        return b"%b%b%b" % (self._head, encoded(text), self._tail)
+
 
 def encoded(value: Any) -> bytes:
     """JSON in UTF-8; numbers that are not finite are null."""
@@ -49,13 +69,32 @@ def encoded(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what a generator makes. Made by `event_stream`."""
+    """Sends what a generator makes; see `event_stream`."""
 
     media_type = "text/event-stream"
+    comment = b":\n\n"
+    """What goes out where nothing else does for long: clients pass over it."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], send_timeout_s: float) -> None:
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        send_timeout_s: float,
+        *,
+        ping_s: float = math.inf,
+        first: asyncio.Task[bytes] | None = None,
+        end: bytes = b"",
+    ) -> None:
+        """`first`: the first chunk, which may have been asked for already; `end`: the last one.
+
+        A client that reads nothing for `send_timeout_s` is cut off; no silence is over `ping_s`.
+        """
         self._chunks = chunks
+        self._first = first
+        self._end = end
         self._timeout_s = send_timeout_s
+        self._ping_s = ping_s
+        self._sending = False
+        self._moved = 0.0  # when the last send began, on the loop's clock
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
@@ -64,59 +103,95 @@ class EventStream(Response):
         """Sends until the end, or until the client is gone; the generator is closed either way."""
         pump = asyncio.ensure_future(self._pump(send))
         gone = asyncio.ensure_future(_disconnected(receive))
+        watch = asyncio.ensure_future(self._watch(send))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({pump, gone, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            pump.cancel()
-            gone.cancel()
-            await asyncio.gather(pump, gone, return_exceptions=True)
-        if pump.cancelled():
-            return
-        try:
-            pump.result()
-        except TimeoutError:  # without an end to the answer the connection is closed
+            slow = watch.done() and not pump.done()
+            for task in (pump, gone, watch):
+                task.cancel()
+            await asyncio.gather(pump, gone, watch, return_exceptions=True)
+        if slow:  # without an end to the answer the connection is closed
             _log.warning("a client read nothing for %g s: its stream is cut off", self._timeout_s)
+        elif not pump.cancelled():
+            pump.result()
 
     async def _pump(self, send: Send) -> None:
         async with aclosing(self._chunks):
+            self._moved = asyncio.get_running_loop().time()
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in self._chunks:
-                message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                # not wait_for(), which loses a cancellation that comes as the send ends
-                async with asyncio.timeout(self._timeout_s):
-                    await send(message)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            end = self._end
+            try:
+                if self._first is not None:
+                    await self._put(send, await self._first)
+                async for chunk in self._chunks:
+                    await self._put(send, chunk)
+            except ApiError as error:
+                end = data(error.body) + end
+            except LoragraphError as error:
+                end = data(api_error(error).body) + end
+            finally:
+                if self._first is not None:  # before the generator can be closed
+                    self._first.cancel()
+                    await asyncio.gather(self._first, return_exceptions=True)
+            await self._put(send, end, more=False)
+
+    async def _put(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._moved = asyncio.get_running_loop().time()
+        self._sending = True
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending = False
+
+    async def _watch(self, send: Send) -> None:
+        """Breaks silences; returns once a send has taken too long.
+
+        One for the stream, since a timeout for each chunk costs a third of what sending it does.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            limit = self._timeout_s if self._sending else self._ping_s
+            left = self._moved + limit - loop.time() if self._moved else self._timeout_s
+            if left > 0:  # a send that begins meanwhile is not late before this wakes again
+                await asyncio.sleep(min(left, self._timeout_s))
+            elif self._sending:
+                return
+            else:
+                try:  # not wait_for(), which loses a cancellation that comes as the send ends
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._put(send, self.comment)
+                except TimeoutError:
+                    return
 
 
 async def event_stream(
-    chunks: AsyncGenerator[bytes, None], send_timeout_s: float, end: bytes = DONE
+    chunks: AsyncGenerator[bytes, None],
+    send_timeout_s: float,
+    end: bytes = DONE,
+    *,
+    ping_s: float = math.inf,
 ) -> EventStream:
     """A response of a generator's chunks, and then `end`.
 
-    Waits for the first, so that what is wrong with a request is an error with its own status. An
-    error after that is an event of its own, with the error's body, and ends the stream.
+    Waits for the first, so that what is wrong with a request is an error with its own status, but
+    no longer than `ping_s`: then the answer begins with a comment, since proxies cut connections
+    that are silent. An error after that is an event of its own, with the error's body, and ends
+    the stream.
     """
+    first = asyncio.ensure_future(_first(chunks))
     try:
-        first = await anext(chunks, b"")
+        await asyncio.wait({first}, timeout=None if ping_s == math.inf else ping_s)
+        if first.done():
+            first.result()
     except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         await chunks.aclose()
         raise
-    return EventStream(_guarded(first, chunks, end), send_timeout_s)
+    return EventStream(chunks, send_timeout_s, ping_s=ping_s, first=first, end=end)
 
 
-async def _guarded(
-    first: bytes, chunks: AsyncGenerator[bytes, None], end: bytes
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(chunks):
-        try:
-            yield first
-            async for chunk in chunks:
-                yield chunk
-        except ApiError as error:
-            yield data(error.body)
-        except LoragraphError as error:
-            yield data(api_error(error).body)
-        yield end
+async def _first(chunks: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(chunks, b"")
 
 
 async def _disconnected(receive: Receive) -> None:

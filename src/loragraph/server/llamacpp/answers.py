@@ -10,6 +10,7 @@ from typing import Any
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Choice, Event, Result
+from loragraph.server import sse
 from loragraph.server.mixes import uses_json
 from loragraph.server.runs import timings_json
 from loragraph.vocab.vocab import Vocab
@@ -144,6 +145,31 @@ def chunk_json(
         one = TokenLogprob(event.token, event.logprob, event.top_logprobs)
         chunk["completion_probabilities"] = probabilities([one], vocab)
     return chunk
+
+
+class ChunkBytes:
+    """chunk_json() of one choice as an event, of which only what a token changes is encoded."""
+
+    def __init__(self, asked: Asked, index: int, vocab: Vocab) -> None:
+        self._asked = asked
+        self._index = index
+        self._vocab = vocab
+        self._head = b'data: {"index":%d,"content":' % index
+        self._tail = b',"tokens_evaluated":%d}\n\n' % asked.n_prompt
+
+    def of(self, event: Event, n_predicted: int, *, has_token: bool = True) -> bytes:
+        """What a token adds; without `has_token` it ends the answer and is not told."""
+        token = event.token if has_token else None
+        if event.logprob is not None and token is not None:
+            return sse.data(chunk_json(self._asked, event, self._index, self._vocab, n_predicted))
+        return b'%b%b,"tokens":[%b],"stop":false,"id_slot":%d,"tokens_predicted":%d%b' % (
+            self._head,
+            sse.encoded(event.piece),
+            b"" if token is None else b"%d" % token,
+            event.seat,
+            n_predicted,
+            self._tail,
+        )
 
 
 def _timings(result: Result, n_predicted: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
 from loragraph.server.forms import cached_grammar
 from loragraph.server.gate import ApiKey, RequestId
-from loragraph.server.llamacpp.answers import Asked, chunk_json, final_json
+from loragraph.server.llamacpp.answers import Asked, ChunkBytes, final_json
 from loragraph.server.llamacpp.prompts import (
     fim_tokens,
     infill_tokens,
@@ -60,6 +60,7 @@ class CompletionBody(SamplingBody):
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
     t_max_predict_ms: int | None = None
+    sse_ping_interval: int | None = None  # seconds
 
 
 class InfillBody(CompletionBody):
@@ -77,7 +78,7 @@ async def completion(
 ) -> Response:
     """A text for each prompt."""
     maker = _Maker(state, body, request_id, key, "completion")
-    return await _answer(http, state, *await asyncio.to_thread(maker.completions))
+    return await _answer(http, state, body, *await asyncio.to_thread(maker.completions))
 
 
 @router.post("/infill")
@@ -86,7 +87,7 @@ async def infill(
 ) -> Response:
     """What belongs between two texts; 501 where the model has no tokens for that."""
     maker = _Maker(state, body, request_id, key, "infill")
-    return await _answer(http, state, *await asyncio.to_thread(maker.infill, body))
+    return await _answer(http, state, body, *await asyncio.to_thread(maker.infill, body))
 
 
 class _Maker:
@@ -190,11 +191,16 @@ class _Maker:
 
 
 async def _answer(
-    http: HttpRequest, state: ServerState, made: list[tuple[Run, Asked]], several: bool
+    http: HttpRequest,
+    state: ServerState,
+    body: CompletionBody,
+    made: list[tuple[Run, Asked]],
+    several: bool,
 ) -> Response:
     if made[0][1].stream:
         chunks = _chunks(state, made)
-        return await sse.event_stream(chunks, state.config.send_timeout_s, end=b"")
+        ping_s = state.config.ping_s(body.sse_ping_interval)
+        return await sse.event_stream(chunks, state.config.send_timeout_s, end=b"", ping_s=ping_s)
     results = await while_connected(http, finish_all([run for run, _ in made]))
     answers = [
         answer
@@ -220,12 +226,12 @@ async def _chunks(state: ServerState, made: list[tuple[Run, Asked]]) -> AsyncGen
     stream = _Stream(state, made)
     async with aclosing(merged_events([run for run, _ in made])) as batches:
         async for number, events in batches:
-            chunks = stream.of(number, events) + stream.ends()
-            if chunks:
-                yield b"".join(map(sse.data, chunks))
-    chunks = stream.ends()
-    if chunks:
-        yield b"".join(map(sse.data, chunks))
+            chunk = stream.of(number, events) + stream.ends()
+            if chunk:
+                yield chunk
+    chunk = stream.ends()
+    if chunk:
+        yield chunk
 
 
 class _Stream:
@@ -237,24 +243,27 @@ class _Stream:
         self._made = made
         self._open = dict.fromkeys(range(len(made)))
         self._counts: dict[int, int] = {}  # tokens by index
+        self._forms: dict[int, ChunkBytes] = {}
 
-    def of(self, number: int, events: list[Event]) -> list[dict[str, Any]]:
-        """The chunks of a run's events."""
+    def of(self, number: int, events: list[Event]) -> bytes:
+        """A run's events, each a chunk."""
         run, asked = self._made[number]
         chunks = []
         for event in events:
             index = number * run.request.n + event.index
+            form = self._forms.get(index)
+            if form is None:
+                form = self._forms[index] = ChunkBytes(asked, index, self._vocab)
             count = self._counts.get(index, 0)
-            if self._ends(event, asked.params):  # not a token of the text
-                if not event.piece:
-                    continue
-                event = replace(event, token=None)
-            else:
+            ends = event.finish_reason is not None and self._ends(event, asked.params)
+            if not ends:
                 count = self._counts[index] = count + 1
-            chunks.append(chunk_json(asked, event, index, self._vocab, count))
-        return chunks
+            elif not event.piece:  # not a token of the text
+                continue
+            chunks.append(form.of(event, count, has_token=not ends))
+        return b"".join(chunks)
 
-    def ends(self) -> list[dict[str, Any]]:
+    def ends(self) -> bytes:
         """The last words of the runs that have ended since the last call."""
         ended = [number for number in self._open if self._made[number][0].result is not None]
         chunks: list[dict[str, Any]] = []
@@ -263,7 +272,7 @@ class _Stream:
             run, asked = self._made[number]
             assert run.result is not None
             chunks += _finals(self._state, run, asked, run.result, number * run.request.n)
-        return chunks
+        return b"".join(map(sse.data, chunks))
 
     def _ends(self, event: Event, params: SamplingParams) -> bool:
         """Whether the event is that of a token which ends a generation, or of none."""

@@ -61,7 +61,11 @@ async def chat_completions(
     """An answer to a chat, whole or as a stream of chunks."""
     chat = await asyncio.to_thread(_prepare, state, body, request_id, key)
     if body.stream:
-        return await sse.event_stream(_chunks(chat), state.config.send_timeout_s)
+        return await sse.event_stream(
+            _chunks(chat),
+            state.config.send_timeout_s,
+            ping_s=state.config.ping_s(body.sse_ping_interval),
+        )
     result = await while_connected(http, chat.run.finish())
     return JSONResponse(await asyncio.to_thread(_answer, chat, result))
 
@@ -177,37 +181,45 @@ def _parsed(chat: _Chat, parser: ToolParser, choice: Choice) -> Parsed:
 class _ChoiceDeltas:
     """One choice of a stream: what its events add."""
 
-    def __init__(self, chat: _Chat, index: int) -> None:
+    def __init__(self, chat: _Chat, index: int, chunk: sse.Chunks) -> None:
         self._chat = chat
         self._index = index
         self._parser = None if chat.new_parser is None else chat.new_parser()
         self._n_calls = 0
         self._begun = False
+        self._plain = (
+            self._parser is None and not chat.body.logprobs and not chat.body.return_token_ids
+        )
+        self.form = chunk.form(self._entry({"content": sse.MARK}))
 
-    def of(self, events: list[Event]) -> list[dict[str, Any]]:
+    def text(self, event: Event) -> str | None:
+        """The text of an event that adds nothing but text, which is the case of nearly all."""
+        if self._plain and self._begun and event.finish_reason is None:
+            return event.piece
+        return None
+
+    def of(self, event: Event) -> list[dict[str, Any]]:
         """Entries of `choices`; the last one's finish_reason is set where the choice has ended."""
-        delta = self._delta(events)
+        delta = self._delta(self._feed(event))
         out = []
         if not self._begun:
             self._begun = True
             out.append(self._entry({"role": "assistant", "content": ""}))
-        logprobs = self._chat.logprobs(events)
+        logprobs = self._chat.logprobs([event])
         if delta or (logprobs and logprobs["content"]) or self._chat.body.return_token_ids:
             entry = self._entry(delta)
             entry["logprobs"] = logprobs
             if self._chat.body.return_token_ids:
-                entry["token_ids"] = [event.token for event in events if event.token is not None]
+                entry["token_ids"] = [] if event.token is None else [event.token]
             out.append(entry)
-        if events[-1].finish_reason is not None:
-            reason = "tool_calls" if self._n_calls else events[-1].finish_reason
+        if event.finish_reason is not None:
+            reason = "tool_calls" if self._n_calls else event.finish_reason
             out.append({**self._entry({}), "finish_reason": reason})
         return out
 
-    def _delta(self, events: list[Event]) -> dict[str, Any]:
-        parsed = [self._feed(event) for event in events]
-        text = "".join(one.text for one in parsed)
-        calls = self._chat.allowed([call for one in parsed for call in one.calls], self._n_calls)
-        delta: dict[str, Any] = {"content": text} if text else {}
+    def _delta(self, parsed: Parsed) -> dict[str, Any]:
+        calls = self._chat.allowed(parsed.calls, self._n_calls)
+        delta: dict[str, Any] = {"content": parsed.text} if parsed.text else {}
         if calls:
             delta["tool_calls"] = [
                 call.to_json(self._n_calls + index) for index, call in enumerate(calls)
@@ -231,29 +243,29 @@ class _ChoiceDeltas:
 
 async def _chunks(chat: _Chat) -> AsyncGenerator[bytes, None]:
     chunk = sse.Chunks(chat.head)
-    choices = [_ChoiceDeltas(chat, index) for index in range(chat.run.request.n)]
+    choices = [_ChoiceDeltas(chat, index, chunk) for index in range(chat.run.request.n)]
     last: dict[str, Any] | None = None  # waits, so that it can tell what made the answer
     async for batch in chat.run.events():
-        for index, events in by_choice(batch):
-            for entry in choices[index].of(events):
-                if last is not None:
-                    yield chunk.data(choices=[last])
-                    last = None
+        out: list[bytes] = []  # an event a token, and all that are there in one piece
+        for event in batch:
+            choice = choices[event.index]
+            text = choice.text(event)
+            if text is not None:
+                if text:
+                    out.append(choice.form.of(text))
+                continue
+            for entry in choice.of(event):
                 if entry["finish_reason"] is None:
-                    yield chunk.data(choices=[entry])
-                else:
-                    last = entry
+                    out.append(chunk.data(choices=[entry]))
+                    continue
+                if last is not None:
+                    out.append(chunk.data(choices=[last]))
+                last = entry
+        if out:
+            yield b"".join(out)
     result = chat.run.result
     assert result is not None
     assert last is not None
     yield chunk.data(choices=[last], **own_json(result))
     if wants_usage(chat.body):
         yield chunk.data(choices=[], usage=usage_json([result]))
-
-
-def by_choice(batch: list[Event]) -> list[tuple[int, list[Event]]]:
-    """The events of each choice, in the order of their first."""
-    found: dict[int, list[Event]] = {}
-    for event in batch:
-        found.setdefault(event.index, []).append(event)
-    return list(found.items())

@@ -76,6 +76,7 @@ class GenerationBody(SamplingBody):
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | None = None
     return_token_ids: bool | None = None
+    sse_ping_interval: int | None = None  # seconds
     # Ignored: they change nothing that an answer holds.
     user: Any = None
     metadata: Any = None
@@ -89,7 +90,6 @@ class GenerationBody(SamplingBody):
     n_discard: Any = None
     timings_per_token: Any = None
     return_tokens: Any = None
-    sse_ping_interval: Any = None
     # Refused.
     suffix: Any = None
     return_progress: Any = None
@@ -130,7 +130,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]  # checked by prompts_of
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     n_probs: Annotated[int, Field(ge=0)] | None = None

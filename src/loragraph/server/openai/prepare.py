@@ -35,8 +35,9 @@ def make_run(
     request_id: str,
     route: str,
     prompt_logprobs: int | None = None,
+    n: int | None = None,
 ) -> Run:
-    """A run of one prompt."""
+    """A run of one prompt; `n`: its choices, where they are not those of the body."""
     salt = body.cache_salt or ""
     if body.cache_prompt is False:
         salt = f"{salt}/{secrets.token_hex(8)}"  # nobody else's, so nothing is found
@@ -44,7 +45,7 @@ def make_run(
         prompt=tokens,
         adapters=mix.scales,
         params=params,
-        n=body.n or 1,
+        n=n or body.n or 1,
         cache_salt=salt,
         deadline_s=state.config.deadline_s,
         prompt_logprobs=prompt_logprobs,
