@@ -133,6 +133,18 @@ def test_of_the_first_with_room_the_one_that_holds_the_adapter_goes_first() -> N
         assert policy.route(request_of(A), fleet).order[0] == expected
 
 
+def test_an_adapter_that_nobody_holds_goes_to_the_least_loaded_within_reach() -> None:
+    """And stays there, though that one is not the first in its order."""
+    fleet = fleet_of(dict.fromkeys(IDS, 0.2))
+    order = fleet.order_of("a").tolist()
+    fleet.set_load(order[2], 0.1)
+    fleet.set_load(order[4], 0.0)
+    assert Affine().route(request_of(A), fleet).order[0] == order[2]
+    fleet.hold(order[2], A)
+    fleet.set_load(order[2], 0.4)
+    assert Affine().route(request_of(A), fleet).order[0] == order[2]
+
+
 def test_a_cached_prefix_decides_among_those_that_hold_the_adapter() -> None:
     """But an adapter to load weighs more than a prefix to compute."""
     fleet = fleet_of()

@@ -134,7 +134,8 @@ class Affine(Policy):
 
     A replica has room below the bound max(min_load, max_relative * mean), and below max_load. Of
     the first `reach` replicas with room in the adapter's order, one that has the mix's adapters
-    and the prefix goes first; equals keep the order. Then come the others with room, then those
+    and the prefix goes first; equals keep the order, or go by load where an adapter has to be
+    loaded anyway. Then come the others with room, then those
     that would queue but are not above the bound, all in that order; then the rest by load.
 
     The order of a mix is that of its most constrained adapter: the one that the fewest replicas
@@ -187,13 +188,18 @@ class Affine(Policy):
         out[: len(head)] = head
         return out
 
-    def _coldness(self, request: RequestKey, fleet: Fleet, i: int) -> tuple[int, bool, bool]:
-        """Adapters to load, then whether the prefix has to be computed, then the catalogue read."""
+    def _coldness(self, request: RequestKey, fleet: Fleet, i: int) -> tuple[int, bool, bool, float]:
+        """Adapters to load, whether the prefix has to be computed, whether the catalogue is old.
+
+        Then the load, but only of replicas that lack an adapter: it stays where it is loaded, so
+        that is the moment to balance. A lesser load elsewhere is no reason to leave the first.
+        """
         missing = sum(i not in fleet.holders(adapter) for adapter in request.adapters)
         return (
             missing,
             not request.prefix or not fleet.has_prefix(i, request.prefix),
             int(fleet.versions[i]) < request.catalogue_version,
+            float(fleet.loads[i]) if missing else 0.0,
         )
 
 
