@@ -44,12 +44,12 @@ class Size:
     n_small: int = 32  # replicas of all but the first part
     small_adapters: int = 3200
     small_s: float = 40.0
-    rates: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 5.0)  # requests a second and replica
-    rate: float = 2.5
-    target_s: float = 0.5  # of the first token, p95
+    rates: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 2.5)  # requests a second and replica
+    rate: float = 1.25
+    target_s: float = 0.6  # of the first token, p95
 
 
-QUICK = Size(50, 5000, 5.0, 8, 800, 8.0, (1.0, 3.0))
+QUICK = Size(50, 5000, 5.0, 8, 800, 8.0, (1.0, 2.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ def needed(sim: Simulator, size: Size, policy: str, exponent: float) -> int | No
 
 
 def burst(sim: Simulator, size: Size, policy: str) -> dict[str, Any]:
-    """One adapter, cold before, gets as much again as all others together for a while."""
-    hot = Burst(*_BURST, rate=size.rate * size.n_small, adapter=size.small_adapters - 1)
+    """One adapter, cold before, gets half as much as all others together, for a while."""
+    hot = Burst(*_BURST, rate=0.5 * size.rate * size.n_small, adapter=size.small_adapters - 1)
     demand = size.rate * size.n_small
     one = sim.run(
         policy, size.n_small, size.small_adapters, 1.0, demand, _BURST_LENGTH_S, burst=hot
