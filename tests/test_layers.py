@@ -27,6 +27,7 @@ ORDER = (
     "graph",
     "engine",
     "tools",
+    "cluster",
     "server",
     ROOT,
     "cli",

@@ -17,6 +17,8 @@ LoragraphError
 │  └─ OverloadedError                  429: too many requests wait
 ├─ DeadlineError                     a request's time was over                     [status, result]
 ├─ AdapterChangedError               a file is no longer what was registered       [status]
+├─ StaleCatalogueError               a copy of the catalogue is behind a request   [status]
+├─ SourceError                       an adapter could not be fetched               [status, source]
 ├─ OutputError                       a file could not be written: full disk, no permission
 └─ BackendError                      ggml failed, is missing or is of another version
 
@@ -168,6 +170,25 @@ class AdapterChangedError(LoragraphError):
     """An adapter was to be loaded again, but its file has other content than the first time."""
 
     status = 409
+
+
+class StaleCatalogueError(LoragraphError):
+    """A replica's copy of the catalogue is older than what it is asked for: it has to refresh."""
+
+    status = 503
+
+
+class SourceError(LoragraphError):
+    """An adapter could not be fetched, or is not what was expected.
+
+    `source` is where from, without credentials.
+    """
+
+    status = 502
+
+    def __init__(self, message: str, *, source: str = "", hint: str = "") -> None:
+        self.source = source
+        super().__init__(f"{source}: {message}" if source else message, hint=hint)
 
 
 class OutputError(LoragraphError):

@@ -29,6 +29,8 @@ from loragraph.errors import (
     LifecycleError,
     LoragraphError,
     RequestError,
+    SourceError,
+    StaleCatalogueError,
 )
 
 _log = logging.getLogger(__name__)
@@ -44,9 +46,18 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     501: "not_supported_error",
+    502: "upstream_error",
     503: "unavailable_error",
     504: "timeout_error",
 }
+_WITH_STATUS = (
+    AdapterChangedError,
+    BackendError,
+    CapacityError,
+    DeadlineError,
+    SourceError,
+    StaleCatalogueError,
+)
 _RETRY_AFTER = {"Retry-After": "1"}
 _MAX_MESSAGE = 2000
 _FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^/\s:'\",]+/)+")  # of an absolute path
@@ -124,7 +135,7 @@ def api_error(error: LoragraphError) -> ApiError:
     if isinstance(error, RequestError):
         reason = None if error.code == "invalid_request_error" else error.code
         return ApiError(error.status, message, param=error.param, reason=reason)
-    if isinstance(error, CapacityError | DeadlineError | AdapterChangedError | BackendError):
+    if isinstance(error, _WITH_STATUS):
         return ApiError(error.status, message)
     if isinstance(error, LifecycleError):
         return ApiError(503, message)

@@ -1,0 +1,1 @@
+"""Tests of benchmarks whose figures are not measured but computed."""
