@@ -24,6 +24,7 @@ SOURCES = (
     "attention_neon.c",
     "product.c",
     "product_vnni.c",
+    "product_f16.c",
     "strings.c",
 )
 HEADERS = ("lowrank.h", "attention.h", "product.h", "strings.h")
