@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 from loragraph import Context, Model
 from loragraph.graph import products
 from loragraph.kernels.product import Layout, products_supported
+from tests.reference.llama import ReferenceLlama
 from tests.tiny import TinyLlama
 
 pytestmark = pytest.mark.skipif(not products_supported(), reason="needs AVX512-VNNI")
@@ -31,15 +32,12 @@ def layouts(model: Model) -> dict[str, Layout]:
 
 
 def test_layouts(base: Path) -> None:
-    """All linear weights of Q4_0, repacked, and of plain Q8_0; none of F16, and no token table."""
+    """All linear weights of Q4_0, repacked, of plain Q8_0 and of F16, and no token table."""
     with Model.load(base) as model:
         found = layouts(model)
         linear = {name for name in model.weights.by_name if "norm" not in name}
-    if base.stem == "F16":
-        assert found == {}
-    else:
-        layout = Layout.Q4_0X8 if base.stem == "Q4_0" else Layout.Q8_0
-        assert found == dict.fromkeys(linear - {"token_embd.weight"}, layout)
+    layout = {"Q4_0": Layout.Q4_0X8, "Q8_0": Layout.Q8_0, "F16": Layout.F16}[base.stem]
+    assert found == dict.fromkeys(linear - {"token_embd.weight"}, layout)
 
 
 def test_plain_q4_0_is_ggmls(tmp_path: Path) -> None:
@@ -60,7 +58,7 @@ def test_another_interleaving_is_ggmls(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 11])
 def test_ggmls_numbers(base: Path, n_tokens: int) -> None:
-    """Q4_0 has ggml's bits for any number of rows; Q8_0's sums have another order from three on."""
+    """Q4_0 has ggml's bits; Q8_0's sums have another order; F16 leaves x as it is, so is closer."""
     with Model.load(base) as model:
         logits = {}
         for lowering in ("branch", "routed"):
@@ -70,9 +68,14 @@ def test_ggmls_numbers(base: Path, n_tokens: int) -> None:
             logits[f"{lowering} nodes"] = np.array(nodes)
     ours, ggmls = logits["routed"], logits["branch"]
 
-    if base.stem == "Q8_0" and n_tokens >= products.MIN_ROWS:
-        assert 0 < np.abs(ours - ggmls).max() < 0.05  # a rounding of x to 8 bits may flip
+    f16 = base.stem == "F16"
+    used = n_tokens >= (products.F16_MIN_ROWS if f16 else products.MIN_ROWS)
+    if base.stem != "Q4_0" and used:
+        # Q8_0: a rounding of x to 8 bits may flip.
+        assert 0 < np.abs(ours - ggmls).max() < (0.02 if f16 else 0.05)
+        if f16:
+            exact = ReferenceLlama.load(base).logits(TOKENS[:n_tokens])
+            assert np.square(ours - exact).sum() < np.square(ggmls - exact).sum()
     else:
         assert np.array_equal(ours, ggmls)
-    used = n_tokens >= products.MIN_ROWS and base.stem != "F16"
-    assert (logits["routed nodes"] > logits["branch nodes"]) == used
+    assert (logits["routed nodes"] > logits["branch nodes"]) == (used and not f16)

@@ -82,7 +82,7 @@ def expected(integers: NDArray[np.int64], d: F32, x: F32) -> F32:
     return y
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", TYPES)
 @pytest.mark.parametrize("n_in", [32, 96, 1024, 1056, 2080])
 @pytest.mark.parametrize("n_rows", [1, 2, 7, 16, 31, 135])
 def test_bits(layout: Layout, n_in: int, n_rows: int) -> None:
@@ -95,7 +95,7 @@ def test_bits(layout: Layout, n_in: int, n_rows: int) -> None:
     assert np.array_equal(product(memory, layout, 48, x), expected(integers, d, x))
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", TYPES)
 @settings(max_examples=40, deadline=None)
 @given(
     n_threads=st.integers(1, 9),
@@ -121,7 +121,7 @@ def test_threads_and_other_rows_change_no_bit(
     assert np.array_equal(y[row], alone[0])
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", TYPES)
 def test_extremes(layout: Layout) -> None:
     """The largest sums of a block do not overflow; zeros give zeros; -0.0 and tiny values pass."""
     values = np.full((16, 64), -8.0, np.float32)
@@ -137,7 +137,7 @@ def test_extremes(layout: Layout) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("position", [0, 5, 31])
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", TYPES)
 def test_what_is_not_finite_stays_so(bad: float, position: int, layout: Layout) -> None:
     """A row with NaN or infinity gives no finite number, and other rows do not see it."""
     rng = np.random.default_rng(1)

@@ -218,7 +218,11 @@ def blocks_of_32(arch: str, type: GGMLType) -> TinyModel:
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("arch", TINY_EXPERTS)
 def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None:
-    """Half-precision and quantised bases, experts repacked where they can be."""
+    """Half-precision and quantised bases, experts repacked where they can be.
+
+    Where a router's scores are nearly equal, libllama's roundings of x may choose another expert
+    than F32 does: then a lowering has to be the closer of the two to float64.
+    """
     tiny = blocks_of_32(arch, GGMLType[type])
     files = Files(tmp_path, tiny, seen_by_libllama(tiny))
     tokens = TOKENS[:60]
@@ -227,7 +231,14 @@ def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None
         actual = loragraph_logits(files.base, files.adapters, CASES, tokens, lowering=lowering)
         for scales in CASES:
             same = same_bits(tiny, "exact", lowering, scales)
-            # Beside the branch, quantised products may be the kernel's.
-            same = same and (lowering == "branch" or type == "F16")
-            allowed = 0 if same else TYPES[type]
-            assert nmse(actual[scales], expected[scales]) <= allowed, (lowering, scales)
+            # Beside the branch, products may be the kernel's.
+            same = same and lowering == "branch"
+            if nmse(actual[scales], expected[scales]) <= (0 if same else TYPES[type]):
+                continue
+            assert type == "F16", (lowering, scales)
+            assert not same, (lowering, scales)
+            active = list(zip(files.arrays, scales, strict=True))
+            exact = ReferenceExperts.read(files.base, 256).logits(tokens, active)
+            distance = nmse(actual[scales], exact)
+            assert distance <= TYPES[type], (lowering, scales)
+            assert distance < nmse(expected[scales], exact), (lowering, scales)

@@ -13,15 +13,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.ggml.handles import F32, I8, Q4_0, Q8_0, Tensor, data_address, memory
+from loragraph.ggml.handles import F16, F32, I8, Q4_0, Q8_0, Tensor, data_address, memory
 from loragraph.ggml.ops import Ops
 from loragraph.kernels.product import (
     BLOCK,
     COLUMNS,
     X8_BYTES,
+    F16ProductNode,
     Layout,
     ProductInputNode,
     ProductNode,
+    f16_products_supported,
     products_supported,
     quantized_size,
 )
@@ -30,6 +32,9 @@ from loragraph.model.weights import Use, Weight
 
 MIN_ROWS = 3
 """With fewer rows memory is the limit, and ggml's products are as fast or faster."""
+
+F16_MIN_ROWS = 2
+"""The same for F16: ggml reads one row's weights as fast as memory gives them."""
 
 _Q4_0_BYTES = 18  # of a block: F16 d, 16 bytes of two values
 
@@ -62,12 +67,16 @@ class KernelProducts:
         self._layouts = layouts
         self._inputs: list[tuple[ProductInputNode, Tensor, Tensor]] = []
         self._products: list[tuple[ProductNode, Tensor]] = []
+        self._f16_products: list[tuple[F16ProductNode, Tensor, Tensor]] = []
 
     def mul_mat(self, ops: Ops, w: Weight, x: Tensor) -> Tensor:
         """One node to quantise x, unless the product before read the same, and one to multiply."""
         layout = self._layouts.get(w.name)
-        if layout is None or x.type != F32 or x.ne[1] < MIN_ROWS or x.ne[2:] != (1, 1):
+        min_rows = F16_MIN_ROWS if layout is Layout.F16 else MIN_ROWS
+        if layout is None or x.type != F32 or x.ne[1] < min_rows or x.ne[2:] != (1, 1):
             return ops.mul_mat(w.tensor, x)
+        if layout is Layout.F16:
+            return self._mul_mat_f16(ops, w, x)
         n_in, n_out = w.ne[:2]
         n_rows = x.ne[1]
         if not self._inputs or self._inputs[-1][1] is not x:
@@ -81,24 +90,35 @@ class KernelProducts:
         self._products.append((node, y))
         return y
 
+    def _mul_mat_f16(self, ops: Ops, w: Weight, x: Tensor) -> Tensor:
+        n_in, n_out = w.ne[:2]
+        node = F16ProductNode(data_address(w.tensor), n_in, n_out, x.ne[1])
+        y = ops.custom(F32, (n_out, x.ne[1]), [x], node.function, node.userdata)
+        self._f16_products.append((node, x, y))
+        return y
+
     def bind(self) -> None:
         """Hands the nodes their addresses."""
         for source, x, done in self._inputs:
             source.bind(data_address(x), x.ptr.nb[1] // 4, data_address(done))
         for node, y in self._products:
             node.bind(data_address(y), y.ptr.nb[1] // 4)
+        for f16, x, y in self._f16_products:
+            f16.bind(data_address(x), x.ptr.nb[1] // 4, data_address(y), y.ptr.nb[1] // 4)
 
 
 def product_layouts(weights: Iterable[Weight], files: ModelFiles) -> dict[str, Layout]:
     """The weights that our kernel multiplies on this CPU, by name."""
-    if not products_supported():
-        return {}
     found = ((weight.name, _layout(weight, files)) for weight in weights)
     return {name: layout for name, layout in found if layout is not None}
 
 
 def _layout(weight: Weight, files: ModelFiles) -> Layout | None:
-    if weight.use is not Use.LINEAR or weight.ne[0] % BLOCK or weight.ne[1] % COLUMNS:
+    if weight.use is not Use.LINEAR:
+        return None
+    if weight.tensor.type == F16 and not weight.repacked:
+        return Layout.F16 if f16_products_supported() else None
+    if not products_supported() or weight.ne[0] % BLOCK or weight.ne[1] % COLUMNS:
         return None
     if weight.tensor.type == Q8_0 and not weight.repacked:
         return Layout.Q8_0

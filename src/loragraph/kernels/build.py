@@ -29,6 +29,7 @@ SOURCES = (
     "sampling_avx2.c",
     "sampling_avx512.c",
     "sampling_neon.c",
+    "product_f16.c",
     "strings.c",
 )
 HEADERS = ("lowrank.h", "attention.h", "product.h", "sampling.h", "strings.h")

@@ -12,6 +12,16 @@ int loragraph_product_supported(void) {
 #endif
 }
 
+int loragraph_product_f16_supported(void) {
+#ifdef LORAGRAPH_X86
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    return 0;
+#endif
+}
+
 int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows) { return n_rows * (n_in / QK) * RECORD; }
 
 void loragraph_product_input(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
@@ -27,6 +37,15 @@ void loragraph_product(struct ggml_tensor *dst, int ith, int nth, void *userdata
     (void)dst;
 #ifdef LORAGRAPH_X86
     loragraph_product_vnni(userdata, ith, nth);
+#else
+    (void)ith, (void)nth, (void)userdata;
+#endif
+}
+
+void loragraph_product_f16(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
+    (void)dst;
+#ifdef LORAGRAPH_X86
+    loragraph_product_f16_avx512(userdata, ith, nth);
 #else
     (void)ith, (void)nth, (void)userdata;
 #endif

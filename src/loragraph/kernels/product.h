@@ -1,9 +1,11 @@
-/* Products of quantised base weights with many rows, in int8: what ggml computes, at twice its speed and more.
+/* Products of base weights, faster than ggml's.
  *
- * Two custom nodes. The first quantises x as ggml does for its Q8_0 (blocks of 32, d = max|x| / 127 rounded to F16),
+ * Quantised weights with many rows, in int8: two custom nodes. The first quantises x as ggml does for its Q8_0 (blocks of 32, d = max|x| / 127 rounded to F16),
  * and serves every product that reads the same x. The second multiplies: a block's integer sum is exact, blocks are
  * added in their order in F32 with one fma by (d of the weight * d of x). That is the order of ggml's product of
  * repacked Q4_0, so the bits are ggml's too. Only for CPUs with AVX512-VNNI; ggml's own products serve the others.
+ *
+ * F16 weights: one custom node, in F32 throughout. ggml rounds x to F16 first. Only for CPUs with AVX-512.
  *
  * build.py hands this file to cffi without its preprocessor lines.
  */
@@ -35,8 +37,22 @@ typedef struct {
     int64_t y_stride;
 } product_node;
 
+/* y = w x with F16 weights; x stays F32. Any sizes. */
+typedef struct {
+    const float *x;    /* n_rows rows of n_in floats, x_stride floats apart */
+    int64_t x_stride;
+    int64_t n_in;
+    int64_t n_rows;
+    const uint16_t *w; /* n_out rows of n_in F16, one after the other */
+    int64_t n_out;
+    float *y;          /* n_rows rows of n_out floats, y_stride floats apart */
+    int64_t y_stride;
+} product_f16_node;
+
 int loragraph_product_supported(void);
+int loragraph_product_f16_supported(void);
 int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows);
 void loragraph_product_input(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 void loragraph_product(struct ggml_tensor *dst, int ith, int nth, void *userdata);
+void loragraph_product_f16(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 #endif

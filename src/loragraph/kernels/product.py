@@ -1,4 +1,4 @@
-"""The native product nodes: base weights times many rows, in int8 (product.h).
+"""The native product nodes: base weights times many rows, in int8 or in F32 (product.h).
 
 In: addresses of x, w and y. Out: addresses (`function`, `userdata`) for custom nodes.
 """
@@ -10,10 +10,10 @@ from enum import IntEnum
 from loragraph.kernels.library import CustomNode, ffi, lib
 
 COLUMNS = 16
-"""n_out of a product is a multiple of this."""
+"""n_out of a product in int8 is a multiple of this."""
 
 BLOCK = 32
-"""n_in is a multiple of this."""
+"""n_in of a product in int8 is a multiple of this."""
 
 X8_BYTES = 144
 """Of one block of eight interleaved rows of Q4_0: eight F16 scales, then the values."""
@@ -24,11 +24,17 @@ class Layout(IntEnum):
 
     Q4_0X8 = 0  # ggml's repacked Q4_0: eight rows interleaved by eight bytes
     Q8_0 = 1  # plain rows
+    F16 = 2  # plain rows; of F16ProductNode alone
 
 
 def products_supported() -> bool:
-    """Whether this CPU has the instructions (AVX512-VNNI)."""
+    """Whether this CPU has the instructions of the products in int8 (AVX512-VNNI)."""
     return bool(lib.loragraph_product_supported())
+
+
+def f16_products_supported() -> bool:
+    """Whether this CPU has the instructions of the products with F16 weights (AVX-512)."""
+    return bool(lib.loragraph_product_f16_supported())
 
 
 def quantized_size(n_in: int, n_rows: int) -> int:
@@ -75,5 +81,24 @@ class ProductNode(CustomNode):
 
     def bind(self, y: int, y_stride: int) -> None:
         """Address of y; the stride in floats."""
+        self._struct.y = ffi.cast("float *", y)
+        self._struct.y_stride = y_stride
+
+
+class F16ProductNode(CustomNode):
+    """y [n_out, n_rows] = w x in F32, with w F16 [n_in, n_out] at address `w`."""
+
+    function_name = "loragraph_product_f16"
+
+    def __init__(self, w: int, n_in: int, n_out: int, n_rows: int) -> None:
+        if min(n_in, n_out, n_rows) < 1:
+            raise ValueError(f"expected sizes from 1 on, got {n_in} x {n_out} x {n_rows}")
+        sizes = {"n_in": n_in, "n_out": n_out, "n_rows": n_rows}
+        self._struct = ffi.new("product_f16_node *", {"w": ffi.cast("uint16_t *", w), **sizes})
+
+    def bind(self, x: int, x_stride: int, y: int, y_stride: int) -> None:
+        """Addresses of x and y; the strides in floats."""
+        self._struct.x = ffi.cast("float *", x)
+        self._struct.x_stride = x_stride
         self._struct.y = ffi.cast("float *", y)
         self._struct.y_stride = y_stride

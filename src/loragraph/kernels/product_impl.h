@@ -18,5 +18,6 @@ static inline int tile_size(int64_t n_rows) {
 #ifdef LORAGRAPH_X86
 void loragraph_product_input_vnni(const product_input_node *node, int ith, int nth);
 void loragraph_product_vnni(const product_node *node, int ith, int nth);
+void loragraph_product_f16_avx512(const product_f16_node *node, int ith, int nth);
 #endif
 #endif
