@@ -51,6 +51,27 @@ def test_end_bounds_a_view() -> None:
     assert cells_seen(stretches, 1) == [[0, 1, 2, 9]]
 
 
+def test_single_rows_are_listed_as_chunks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode, whose views are of one row each, takes a shorter way to the same arrays."""
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        runs, first = [[(0, 3), (40, 5)], [(60, 2)], [(70, 1)], []], [0, 8, 10, 8]
+        views = []
+        for row in range(int(rng.integers(1, 6))):
+            position = int(rng.integers(0, 12))
+            end = position + int(rng.integers(0, 2))
+            views += [(stretch, row, 1, position, end) for stretch in (0, 1, 2)[: rng.integers(4)]]
+        short = Stretches.of_views(runs, first, views)
+        with monkeypatch.context() as patched:
+            patched.setattr("loragraph.graph.stretches._FEW_VIEWS", -1)
+            general = Stretches.of_views(runs, first, views)
+        for name in Stretches.__slots__:
+            own, other = getattr(short, name), getattr(general, name)
+            assert own.tolist() == other.tolist(), name
+            assert own.dtype == other.dtype == np.int32
+            assert own.flags.c_contiguous
+
+
 def test_window_keeps_the_last_positions() -> None:
     """In a window of n, a row at p sees positions p - n + 1 to p, and stretches keep numbers."""
     positions = np.array([4, 5, 4], np.int32)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 VARIABLE = "LORAGRAPH_CHROMIUM"  # names another one
@@ -39,6 +39,13 @@ def running() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=path, args=[*ARGUMENTS])
         yield browser
         browser.close()
+
+
+def expect(locator: Locator) -> Any:
+    """Playwright's assertions: what is asserted of the page this way may become true a little later."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    sync_api.expect.set_options(timeout=TIMEOUT_MS)
+    return sync_api.expect(locator)
 
 
 @dataclass

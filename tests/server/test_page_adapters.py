@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from loragraph.server.config import ServerConfig
-from tests.server.browser import Tab, running, tab
+from tests.server.browser import Tab, expect, running, tab
 from tests.server.serving import ADAPTERS, Served, serving, write_files
 from tests.tiny import TinyAdapter, TinyLlama
 
@@ -57,8 +57,8 @@ def test_an_adapter_is_loaded_used_and_unloaded(page: Tab, served: Served) -> No
     load(page, "delta.gguf", "new")
     row = page.row("new")
     row.locator(".cell-state", has_text="in memory").wait_for()
-    assert row.locator(".cell-rank").inner_text() == "7"
-    assert page.page.locator("#load-form").is_hidden()
+    expect(row.locator(".cell-rank")).to_have_text("7")
+    expect(page.page.locator("#load-form")).to_be_hidden()
 
     page.page.get_by_role("button", name="Add a column").click()
     page.page.get_by_label("Search adapters").fill("new")
@@ -74,8 +74,8 @@ def test_an_adapter_is_loaded_used_and_unloaded(page: Tab, served: Served) -> No
     row.get_by_role("button", name="Really unload new?").click()
     row.wait_for(state="detached")
     assert "new" not in served.engine.registry.names()
-    assert page.column("new").locator("li.missing").count() == 1
-    assert page.page.get_by_label("File in the server's folder").input_value() == "delta.gguf"
+    expect(page.column("new").locator("li.missing")).to_have_count(1)
+    expect(page.page.get_by_label("File in the server's folder")).to_have_value("delta.gguf")
     page.check()
 
 
@@ -103,7 +103,7 @@ def test_a_load_that_is_refused_says_why(page: Tab, path: str, name: str, messag
 
     alert = page.page.locator("#adapters-error")
     alert.filter(has_text=message).wait_for()
-    assert page.page.get_by_label("File in the server's folder").input_value() == path
+    expect(page.page.get_by_label("File in the server's folder")).to_have_value(path)
 
 
 def test_a_pin_and_its_end(page: Tab, served: Served) -> None:
@@ -167,7 +167,7 @@ def test_the_filter_shows_what_fits(page: Tab) -> None:
     page.page.get_by_label("Filter adapters").fill("MM")
     page.row("alpha").wait_for(state="detached")
 
-    assert page.page.locator("tbody tr").count() == 1
+    expect(page.page.locator("tbody tr")).to_have_count(1)
     assert page.page.locator("#adapters-note").inner_text().startswith("1 of 3 names")
 
 
@@ -182,7 +182,7 @@ def test_a_key_is_asked_for_and_kept_in_the_session(browser: Browser, tmp_path: 
         one.ask("Why?")
         one.page.locator("#ask-error", has_text="API key").wait_for()
         key = one.page.get_by_label("API key")
-        assert key.evaluate("element => element === document.activeElement")
+        expect(key).to_be_focused()
         key.fill("secret")
         one.row("alpha").wait_for()
         one.ask("Why?")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.browser import Tab, running, tab
+from tests.server.browser import Tab, expect, running, tab
 from tests.server.serving import Served
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def test_a_column_tells_what_made_its_answer(page: Tab, served: Served) -> None:
     n_prompt = int(fact("prompt"))
     assert fact("from cache").startswith(f"{n_prompt - 1} (")
     assert float(fact("tokens/s").replace(",", "")) > 0
-    assert page.column("base").locator("[data-fact='made by'] dd").inner_text() == "the base alone"
+    expect(page.column("base").locator("[data-fact='made by'] dd")).to_have_text("the base alone")
 
 
 def test_a_slider_changes_the_next_answer(page: Tab, served: Served) -> None:
@@ -90,7 +90,7 @@ def test_a_slider_changes_the_next_answer(page: Tab, served: Served) -> None:
     for _ in range(6):
         page.page.keyboard.press("ArrowLeft")
     page.column("alpha × 0.7").wait_for()
-    assert page.page.get_by_label("Scale of alpha as a number").first.input_value() == "0.7"
+    expect(page.page.get_by_label("Scale of alpha as a number").first).to_have_value("0.7")
 
     page.ask(QUESTION)
 
@@ -119,9 +119,9 @@ def test_a_number_beyond_the_slider_counts(page: Tab, served: Served) -> None:
     number.fill("-1.5")
     page.column("alpha × -1.5").wait_for()
     number.fill("")
-    assert number.get_attribute("aria-invalid") == "true"
+    expect(number).to_have_attribute("aria-invalid", "true")
     number.blur()
-    assert number.input_value() == "-1.5"
+    expect(number).to_have_value("-1.5")
 
     page.ask(QUESTION)
 
@@ -155,7 +155,7 @@ def test_leaving_the_dialog_takes_the_new_column_back(page: Tab) -> None:
     page.page.keyboard.press("Escape")
 
     page.page.get_by_role("dialog").wait_for(state="hidden")
-    assert page.page.get_by_role("article").count() == 3
+    expect(page.page.get_by_role("article")).to_have_count(3)
 
 
 def test_stop_ends_the_requests(browser: Browser, served: Served) -> None:
@@ -169,7 +169,7 @@ def test_stop_ends_the_requests(browser: Browser, served: Served) -> None:
         page.page.locator("[data-fact=end] dd", has_text="stopped").first.wait_for()
         assert any(page.page.locator(".column .text").all_inner_texts())
         until(lambda: served.engine.stats().core.n_jobs == 0)
-        assert page.page.get_by_role("button", name="Stop").is_disabled()
+        expect(page.page.get_by_role("button", name="Stop")).to_be_disabled()
         page.check()
 
 
@@ -218,7 +218,7 @@ def test_figures_follow_the_engine(page: Tab, served: Served) -> None:
     row = page.row("alpha")
     row.locator(".cell-state", has_text="in memory").wait_for()
     row.locator(".cell-tokens", has_text=re.compile("[1-9]")).wait_for()
-    assert row.locator(".cell-rank").inner_text() == "3"
+    expect(row.locator(".cell-rank")).to_have_text("3")
     (own,) = (one for one in served.engine.adapters if one.name == "alpha")
     assert row.locator(".cell-targets").inner_text() == str(own.n_targets)
 
@@ -243,7 +243,7 @@ def test_a_setting_that_cannot_be_is_not_sent(page: Tab) -> None:
     page.ask(QUESTION)
 
     assert page.page.get_by_label("Temperature").evaluate("element => !element.validity.valid")
-    assert page.page.locator(".column .text").count() == 0
+    expect(page.page.locator(".column .text")).to_have_count(0)
 
 
 def test_the_keyboard_alone_is_enough(page: Tab, served: Served) -> None:
@@ -251,7 +251,7 @@ def test_the_keyboard_alone_is_enough(page: Tab, served: Served) -> None:
     keys = page.page.keyboard
     keys.press("Tab")
     keys.press("Enter")  # the link that skips what is above
-    assert page.page.get_by_label("Question").evaluate("e => e === document.activeElement")
+    expect(page.page.get_by_label("Question")).to_be_focused()
     keys.type(QUESTION)
     page.page.locator("#settings-toggle").focus()
     keys.press("Enter")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loragraph.server.config import ServerConfig
-from tests.server.browser import Tab, running, tab
+from tests.server.browser import Tab, expect, running, tab
 from tests.server.serving import Served, serving, write_files
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_names_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
         page.page.locator(".column.busy").first.wait_for(state="detached")
 
         assert page.page.get_by_role("article").get_by_role("alert").all_inner_texts() == []
-        assert page.page.locator("main img, main svg, main script").count() == 0
+        expect(page.page.locator("main img, main svg, main script")).to_have_count(0)
         assert page.page.evaluate("document.documentElement.scrollWidth") <= 390
         page.check()
 
@@ -100,7 +100,7 @@ def test_files_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
         page.page.get_by_label("File in the server's folder").fill(f"{MARKUP}.nope")
         page.page.keyboard.press("Enter")
         page.page.locator("#adapters-error", has_text=MARKUP).wait_for()
-        assert page.page.locator("main img").count() == 0
+        expect(page.page.locator("main img")).to_have_count(0)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_answers_are_text(browser: Browser, served: Served, text: str) -> None:
 
         shown = page.answer("base")
         assert shown == text.replace("\ud83d", "\ufffd") or shown == text
-        assert page.page.locator("main img, main script").count() == 0
+        expect(page.page.locator("main img, main script")).to_have_count(0)
         assert page.page.evaluate("document.documentElement.scrollWidth") <= 1280
         page.check()
 
@@ -187,7 +187,7 @@ def test_a_proxys_error_page_is_told_by_its_status(browser: Browser, served: Ser
         page.ask("Why?")
         page.page.locator("#ask-error", has_text="status 502").wait_for()
 
-        assert page.page.locator(".column.busy").count() == 0
+        expect(page.page.locator(".column.busy")).to_have_count(0)
 
 
 def test_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path) -> 
         page.page.locator("#status", has_text="no answer").wait_for()
         page.ask("Why?")
         page.page.locator("#ask-error", has_text="does not answer").wait_for()
-        assert page.row("alpha").is_visible()
-        assert page.page.get_by_role("button", name="Ask").is_enabled()
+        expect(page.row("alpha")).to_be_visible()
+        expect(page.page.get_by_role("button", name="Ask")).to_be_enabled()
 
         page.page.unroute("**/api/**")
         page.page.locator("#status", has_text="ready").wait_for()
@@ -246,7 +246,7 @@ def test_stop_ends_the_wait_for_a_server_that_hangs(browser: Browser, served: Se
         page.page.get_by_role("button", name="Stop").click()
         page.column("base").locator("[data-fact=end] dd", has_text="stopped").wait_for()
 
-        assert page.page.get_by_role("button", name="Ask").is_enabled()
+        expect(page.page.get_by_role("button", name="Ask")).to_be_enabled()
         page.check()
 
 
@@ -314,10 +314,10 @@ def test_a_thousand_adapters(browser: Browser, served: Served) -> None:
     page.route("**/api/state*", crowd)
     page.goto(f"{served.url}/")
     page.locator("tr[data-adapter='adapter-0099']").wait_for()
-    assert page.locator("tbody tr").count() == 100
+    expect(page.locator("tbody tr")).to_have_count(100)
     page.get_by_label("Filter adapters").fill("0777")
     page.locator("tr[data-adapter='adapter-0777']").wait_for()
-    assert page.locator("tbody tr").count() == 1
+    expect(page.locator("tbody tr")).to_have_count(1)
     page.get_by_label("Filter adapters").fill("")
     page.get_by_role("button", name="Show 500 more adapters of 900").click()
     page.get_by_role("button", name="Show 400 more adapters").click()
@@ -327,8 +327,8 @@ def test_a_thousand_adapters(browser: Browser, served: Served) -> None:
     pin.focus()
     before = row.locator(".cell-tokens").inner_text()
     row.locator(".cell-tokens").filter(has_not_text=before).wait_for()
-    assert pin.evaluate("element => element === document.activeElement")
-    assert page.locator("tbody tr").count() == 1000
+    expect(pin).to_be_focused()
+    expect(page.locator("tbody tr")).to_have_count(1000)
 
     page.get_by_role("button", name="Add a column").click()
     assert page.get_by_role("dialog").locator("li").count() <= 60

@@ -29,13 +29,19 @@ def batch_of(plan: StepPlan) -> Batch:
     return Batch(
         tokens=np.array(list(chain.from_iterable(chunk.tokens for chunk in chunks)), np.int32),
         positions=_ranges(chunks),
-        cells=cells_of(chain.from_iterable(chunk.runs for chunk in chunks)),
+        cells=_cells(chunks),
         mix=mix,
         mixes=mixes,
         outputs=outputs,
         stretches=_stretches(chunks),
         n_states=n_states,
     )
+
+
+def _cells(chunks: tuple[Chunk, ...]) -> NDArray[np.int64]:
+    if all(chunk.n_tokens == 1 for chunk in chunks):  # a decode: no array for each run
+        return np.array([chunk.runs[0][0] for chunk in chunks], np.int64)
+    return cells_of(chain.from_iterable(chunk.runs for chunk in chunks))
 
 
 def _ranges(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:

@@ -55,7 +55,7 @@ def best_tokens(logits: NDArray[np.float32], rows: Sequence[int]) -> dict[int, i
     if not rows:
         return {}
     tokens, finite = best_of_rows(logits, rows)
-    found = zip(rows, tokens.tolist(), finite.tolist(), strict=True)
+    found = zip(rows, tokens, finite, strict=True)
     return {row: token for row, token, good in found if good}
 
 

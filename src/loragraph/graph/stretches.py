@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ View = tuple[int, int, int, int, int]
 """(stretch, first row, n rows, position of the first row, end): these rows, at consecutive
 positions, see the stretch up to and with their own position, but no position from `end` on."""
 
+
+_FEW_VIEWS = 512
+"""Up to so many, lists cost less than numpy's calls, each of which finds the caches emptied by the
+step before."""
 
 _ZERO = np.zeros(1, np.int32)
 _FROM_0_TO_1 = np.array([0, 1], np.int32)
@@ -67,6 +72,8 @@ class Stretches:
 
         Views of one stretch stand in the order of their rows.
         """
+        if len(views) <= _FEW_VIEWS and all(n == 1 for _, _, n, _, _ in views):
+            return cls._of_single_rows(runs, first, views)
         n_runs = [len(one) for one in runs]
         flat = np.array([run for one in runs for run in one], np.int32).reshape(-1, 2)
         starts = np.array(first, np.int32)
@@ -92,6 +99,35 @@ class Stretches:
             (row + inside)[keep].astype(np.int32),
             np.zeros(int(keep.sum()), np.int32),
             seen[keep].astype(np.int32),
+        )
+
+    @classmethod
+    def _of_single_rows(
+        cls, runs: Sequence[Runs], first: Sequence[int], views: list[View]
+    ) -> Stretches:
+        """The same where each view is of one row, as in a decode: lists, one array for each."""
+        run_ptr, lengths = [0], []
+        for own in runs:
+            run_ptr.append(run_ptr[-1] + len(own))
+            lengths.append(sum(length for _, length in own))
+        rows: list[list[int]] = [[] for _ in runs]
+        ends: list[list[int]] = [[] for _ in runs]
+        for stretch, row, _, position, end in views:
+            seen = min(min(position + 1, end) - first[stretch], lengths[stretch])
+            if seen > 0:
+                rows[stretch].append(row)
+                ends[stretch].append(seen)
+        row_ptr = list(accumulate(map(len, rows), initial=0))
+        flat = np.array([run for own in runs for run in own], np.int32).reshape(-1, 2)
+        return cls(
+            np.array(run_ptr, np.int32),
+            flat[:, 0].copy(),
+            flat[:, 1].copy(),
+            np.array(first, np.int32),
+            np.array(row_ptr, np.int32),
+            np.array(list(chain.from_iterable(rows)), np.int32),
+            np.zeros(row_ptr[-1], np.int32),
+            np.array(list(chain.from_iterable(ends)), np.int32),
         )
 
     @classmethod

@@ -68,7 +68,7 @@ def function_address(name: str) -> int:
 
 def pointer(array: NDArray[Any], c_type: str = "void *") -> Any:
     """C pointer to the array's memory, borrowed while the array lives."""
-    return ffi.cast(c_type, array.ctypes.data)
+    return ffi.cast(c_type, array.__array_interface__["data"][0])  # `ctypes` is much slower
 
 
 def address(pointer: Any) -> int:

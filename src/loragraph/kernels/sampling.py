@@ -145,28 +145,24 @@ class LogitRow:
         return window
 
 
-def best_of_rows(
-    logits: Logits, rows: Sequence[int]
-) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+def best_of_rows(logits: Logits, rows: Sequence[int]) -> tuple[list[int], list[bool]]:
     """The largest logit's lowest id in these rows of (n_rows, n) f32, and which rows are finite."""
     n = logits.shape[1]
     if logits.strides[1] != logits.itemsize or logits.strides[0] % logits.itemsize:
         logits = np.ascontiguousarray(logits)
-    found = np.empty(len(rows), _SCAN)
+    # cffi's arrays, not numpy's: for a row or two, numpy's calls cost more than the scan
+    found = ffi.new("row_scan[]", len(rows))
     maxima = ffi.new("float[]", lib.loragraph_row_blocks(n))
     lib.loragraph_rows_scan(
         pointer(logits, "float *"),
         logits.strides[0] // logits.itemsize,
-        ffi.from_buffer("int64_t[]", np.array(rows, np.int64)),
+        ffi.new("int64_t[]", list(rows)),
         len(rows),
         n,
         maxima,
-        ffi.cast("row_scan *", ffi.from_buffer(found)),
+        found,
     )
-    return found["best"], found["finite"] != 0
-
-
-_SCAN = np.dtype([("max", "<f4"), ("best", "<i4"), ("finite", "<i4")])  # row_scan
+    return [one.best for one in found], [one.finite != 0 for one in found]
 
 
 class MersenneTwister:
