@@ -42,7 +42,7 @@ def running() -> Iterator[Browser]:
 
 
 def expect(locator: Locator) -> Any:
-    """Playwright's assertions: what is asserted of the page this way may become true a little later."""
+    """Playwright's assertions: what is asserted this way may become true a little later."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     sync_api.expect.set_options(timeout=TIMEOUT_MS)
     return sync_api.expect(locator)
