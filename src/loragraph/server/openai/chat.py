@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
+from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.request import Choice, Event, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
@@ -48,7 +49,11 @@ class _Chat:
     def logprobs(self, events: Iterable[Event]) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(self.state.engine.model.vocab, of_events(events))
+        return self.logprobs_of(of_events(events))
+
+    def logprobs_of(self, found: Iterable[TokenLogprob]) -> dict[str, Any]:
+        post = bool(self.body.post_sampling_probs)
+        return chat_logprobs(self.state.engine.model.vocab, found, post=post)
 
 
 @router.post("/v1/chat/completions")
@@ -153,7 +158,7 @@ def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
         "stop_reason": choice.stop_string if choice.stop_string else choice.stop_token,
     }
     if chat.body.logprobs:
-        out["logprobs"] = chat_logprobs(chat.state.engine.model.vocab, choice.logprobs)
+        out["logprobs"] = chat.logprobs_of(choice.logprobs)
     if chat.body.return_token_ids:
         out["token_ids"] = list(choice.tokens)
     return out

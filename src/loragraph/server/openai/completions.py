@@ -19,7 +19,12 @@ from loragraph.server.forms import grammar_of
 from loragraph.server.gate import ApiKey, RequestId
 from loragraph.server.mixes import RequestMix
 from loragraph.server.openai.fields import CompletionBody
-from loragraph.server.openai.logprobs import CompletionLogprobs, of_events, prompt_logprobs_json
+from loragraph.server.openai.logprobs import (
+    CompletionLogprobs,
+    chat_logprobs,
+    of_events,
+    prompt_logprobs_json,
+)
 from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
 from loragraph.server.openai.stream import Fields, chunks
 from loragraph.server.prompts import TextPrompt, prompts_of
@@ -76,6 +81,12 @@ def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str
             param="best_of",
         )
     n_logprobs = body.n_probs if body.logprobs is None else body.logprobs
+    if body.post_sampling_probs and (best_of > n or (body.echo and n_logprobs is not None)):
+        raise InvalidRequestError(
+            "post_sampling_probs: best_of and echo need log-probabilities of the model's own "
+            "distribution",
+            param="post_sampling_probs",
+        )
     prompt_logprobs = body.prompt_logprobs
     if body.echo and n_logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = n_logprobs
@@ -153,7 +164,11 @@ def _choice(job: _Job, number: int, result: Result, choice: Choice) -> dict[str,
         if job.body.echo:
             before = result.prompt_logprobs or (None,) * len(prompt.tokens)
             found, tokens = [*before, *found], [*prompt.tokens, *tokens]
-        out["logprobs"] = CompletionLogprobs(vocab).of(found, tokens)
+        out["logprobs"] = (
+            chat_logprobs(vocab, choice.logprobs, post=True)  # where llama-server has one form
+            if job.body.post_sampling_probs
+            else CompletionLogprobs(vocab).of(found, tokens)
+        )
     if job.body.prompt_logprobs is not None:
         out["prompt_logprobs"] = prompt_logprobs_json(vocab, result.prompt_logprobs)
     if job.body.return_token_ids:
@@ -193,7 +208,11 @@ class _ChoiceChunks:
         entry = self._entry(event.piece, event.finish_reason)
         if self._logprobs is not None:
             found = of_events([event])
-            entry["logprobs"] = self._logprobs.of(found, [one.token for one in found])
+            entry["logprobs"] = (
+                chat_logprobs(self._job.state.engine.model.vocab, found, post=True)
+                if self._job.body.post_sampling_probs
+                else self._logprobs.of(found, [one.token for one in found])
+            )
         if self._ids:
             entry["token_ids"] = [] if event.token is None else [event.token]
         return [*out, {"choices": [entry]}]
