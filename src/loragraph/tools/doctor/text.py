@@ -18,7 +18,7 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
 from loragraph.errors import ConfigError
-from loragraph.tools.doctor.report import Diagnosis
+from loragraph.tools.doctor.report import Diagnosis, Progress
 
 MAX_TOKENS = 512
 _MAX_LOGITS = 1 << 25  # of one run: 128 MB; three are kept
@@ -119,13 +119,30 @@ def exact_context(model: Model, n_tokens: int) -> Context:
     return Context(model, n_ctx=n_tokens, kv_type="f32", attention="plain", n_batch=n_tokens)
 
 
+def runs_of(
+    model: Model,
+    tokens: Sequence[int],
+    mixes: Sequence[Mapping[Adapter, float]],
+    step: str,
+    progress: Progress,
+) -> list[Logits]:
+    """Logits of the text with each mix of adapters."""
+    logits = []
+    with exact_context(model, len(tokens)) as context:
+        for done, scales in enumerate(mixes):
+            progress(step, done, len(mixes))
+            logits.append(logits_of(context, tokens, scales))
+    progress(step, len(mixes), len(mixes))
+    return logits
+
+
 def check_text(
-    model: Model, adapter: Adapter, tokens: Sequence[int], found: Diagnosis
+    model: Model, adapter: Adapter, tokens: Sequence[int], found: Diagnosis, progress: Progress
 ) -> tuple[Logits, Logits]:
     """Measures base, adapter and half scale; gives the logits of base and adapter."""
-    with exact_context(model, len(tokens)) as context:
-        base = logits_of(context, tokens, {})
-        rows = {scale: logits_of(context, tokens, {adapter: scale}) for scale in (0.5, 1.0)}
+    mixes: list[dict[Adapter, float]] = [{}, {adapter: 0.5}, {adapter: 1.0}]
+    base, half, full = runs_of(model, tokens, mixes, "computing the text", progress)
+    rows = {0.5: half, 1.0: full}
     effects = {
         scale: Effect(
             scale,
@@ -177,6 +194,7 @@ def check_f16(
     tokens: Sequence[int],
     rows: tuple[Logits, Logits],
     found: Diagnosis,
+    progress: Progress,
 ) -> None:
     """The same text on an F16 base: is a drift the adapter's or the quantisation's?
 
@@ -188,9 +206,8 @@ def check_f16(
             f"base, got {model.hparams.n_vocab}",
             field="f16_base",
         )
-    with exact_context(model, len(tokens)) as context:
-        base = logits_of(context, tokens, {})
-        full = logits_of(context, tokens, {adapter: 1.0})
+    mixes: list[dict[Adapter, float]] = [{}, {adapter: 1.0}]
+    base, full = runs_of(model, tokens, mixes, "computing the text on the F16 base", progress)
     kl_base, kl_full = divergence(base, rows[0]), divergence(full, rows[1])
     effect = divergence(base, full)
     found.numbers["f16"] = {
