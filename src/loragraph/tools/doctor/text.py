@@ -23,6 +23,7 @@ from loragraph.tools.doctor.report import Diagnosis, Progress
 MAX_TOKENS = 512
 _MAX_LOGITS = 1 << 25  # of one run: 128 MB; three are kept
 _CHUNK_ROWS = 16
+_BATCH = 64  # tokens from one sign of progress to the next
 MAX_TEXT_BYTES = 1 << 20
 UNCHANGED, HARDLY = 1e-9, 1e-4  # KL in nats
 WORSE = 3.0  # times the base's perplexity
@@ -76,13 +77,6 @@ def tokens_of(model: Model, text: str) -> list[int]:
     return list(tokens)
 
 
-def logits_of(context: Context, tokens: Sequence[int], scales: Mapping[Adapter, float]) -> Logits:
-    """Logits at each position of a fresh sequence."""
-    context.clear()
-    context.set_adapters(scales)
-    return context.decode(tokens)
-
-
 def log_softmax(logits: Logits) -> NDArray[np.float64]:
     """Log-probabilities of a few rows, f64."""
     rows: NDArray[np.float64] = logits.astype(np.float64)
@@ -116,7 +110,7 @@ def divergence(p: Logits, q: Logits) -> float:
 
 def exact_context(model: Model, n_tokens: int) -> Context:
     """A context without rounded cells, for numbers that are compared."""
-    return Context(model, n_ctx=n_tokens, kv_type="f32", attention="plain", n_batch=n_tokens)
+    return Context(model, n_ctx=n_tokens, kv_type="f32", attention="plain", n_batch=_BATCH)
 
 
 def runs_of(
@@ -126,13 +120,18 @@ def runs_of(
     step: str,
     progress: Progress,
 ) -> list[Logits]:
-    """Logits of the text with each mix of adapters."""
-    logits = []
+    """Logits of the text with each mix of adapters, each on a fresh sequence."""
+    logits = [np.empty((len(tokens), model.hparams.n_vocab), np.float32) for _ in mixes]
+    total = len(mixes) * len(tokens)
     with exact_context(model, len(tokens)) as context:
-        for done, scales in enumerate(mixes):
-            progress(step, done, len(mixes))
-            logits.append(logits_of(context, tokens, scales))
-    progress(step, len(mixes), len(mixes))
+        for i, scales in enumerate(mixes):
+            context.clear()
+            context.set_adapters(scales)
+            for start in range(0, len(tokens), _BATCH):
+                progress(step, i * len(tokens) + start, total)
+                part = tokens[start : start + _BATCH]
+                logits[i][start : start + len(part)] = context.decode(part)
+    progress(step, total, total)
     return logits
 
 
