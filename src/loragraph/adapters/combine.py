@@ -103,8 +103,8 @@ def _vectors(parts: Sequence[_Part]) -> dict[str, RowVectors]:
         weighted = [(part.scale, part.adapter.vectors[target]) for part in having]
         shift = _weighted((scale, vectors.shift) for scale, vectors in weighted)
         if _stays_dora(parts, target):
-            (vectors,) = (vectors for _, vectors in weighted)
-            found[target] = replace(vectors, bias=None, shift=shift)
+            (alone,) = _having(parts, target)
+            found[target] = replace(alone.adapter.vectors[target], bias=None, shift=shift)
             continue
         if not all(vectors.ready for _, vectors in weighted):
             raise _needs_base(target)
