@@ -227,13 +227,18 @@ def _logprobs(
     sampled: Sequence[tuple[ChoiceState, int, int]], logits: Logits
 ) -> dict[ChoiceState, TokenLogprob]:
     """Log-probabilities for the choices that want them; `logits` (n_outputs, n_tokens) f32."""
-    wanted = [
-        (choice, row, token, choice.sampler.params.logprobs)
-        for choice, row, token in sampled
-        if choice.sampler.params.logprobs is not None
-    ]
-    if not wanted:
-        return {}
-    own = logits[[row for _, row, _, _ in wanted]]
-    found = token_logprobs(own, [one[2] for one in wanted], [one[3] for one in wanted])
-    return {one[0]: logprob for one, logprob in zip(wanted, found, strict=True)}
+    wanted: list[tuple[ChoiceState, int, int, int]] = []
+    logprobs: dict[ChoiceState, TokenLogprob] = {}
+    for choice, row, token in sampled:
+        params = choice.sampler.params
+        if params.logprobs is None:
+            continue
+        if params.post_sampling_probs:
+            logprobs[choice] = choice.sampler.drawn(token)
+        else:
+            wanted.append((choice, row, token, params.logprobs))
+    if wanted:
+        own = logits[[row for _, row, _, _ in wanted]]
+        found = token_logprobs(own, [one[2] for one in wanted], [one[3] for one in wanted])
+        logprobs |= {one[0]: logprob for one, logprob in zip(wanted, found, strict=True)}
+    return logprobs
