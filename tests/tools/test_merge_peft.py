@@ -12,12 +12,12 @@ from loragraph.errors import UnsupportedError
 from loragraph.tools.combine import combine_files
 from loragraph.tools.merge import merge
 from loragraph.tools.resize import resize_file
+from tests.adapters.convert.test_golden import ABOUT, ALORA, base_of, converted, expected
 from tests.gguf_bytes import tensor, write_gguf
 from tests.numerics.compare import nmse
 from tests.numerics.runs import EXACT, Logits, libllama_logits, loragraph_logits, random_tokens
 from tests.reference.adapter import read_tensors
 from tests.tiny import TinyAdapter, TinyLlama
-from tests.tools.convert.test_golden import ABOUT, ALORA, base_of, converted, expected
 
 BOUND = 1e-11
 
@@ -73,8 +73,8 @@ def test_resize_keeps_vectors(tmp_path: Path) -> None:
         assert nmse(logits, expected(name)[0]) <= BOUND
 
 
-def test_combine_carries_biases_and_refuses_magnitudes(tmp_path: Path) -> None:
-    """A bias is summed with its scale; a magnitude has no place beside another adapter."""
+def test_combine_carries_biases_and_magnitudes(tmp_path: Path) -> None:
+    """A bias is summed with its scale; a DoRA alone still gives PEFT's logits."""
     bias, _ = converted("lora_bias", tmp_path)
     dora, _ = converted("dora", tmp_path)
     combine_files({bias: 0.5}, tmp_path / "c.gguf")
@@ -86,8 +86,12 @@ def test_combine_carries_biases_and_refuses_magnitudes(tmp_path: Path) -> None:
         for path, scale in ((bias, 0.5), (tmp_path / "c.gguf", 1.0))
     )
     assert nmse(combined, half) <= BOUND
-    with pytest.raises(UnsupportedError, match="DoRA"):
-        combine_files({dora: 1.0}, tmp_path / "d.gguf")
+    combine_files({dora: 1.0}, tmp_path / "d.gguf")
+    prompt = ABOUT["dora"]["prompts"][0]
+    logits = loragraph_logits(
+        base_of("dora"), [tmp_path / "d.gguf"], [(1.0,)], prompt, EXACT, lowering="routed"
+    )[(1.0,)]
+    assert nmse(logits, expected("dora")[0]) <= BOUND
 
 
 def test_dora_on_quantised_bases_and_weights_with_factors(tmp_path: Path) -> None:

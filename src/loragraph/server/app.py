@@ -70,10 +70,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: ServerState = app.state.loragraph
     executor = ThreadPoolExecutor(state.config.n_http_threads, "loragraph-http")
     asyncio.get_running_loop().set_default_executor(executor)
-    try:
-        yield
-    finally:
-        state.close()
+    yield
 
 
 def _version() -> str:
