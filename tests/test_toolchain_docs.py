@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loragraph.cli.main import app
+from tests.adapters.convert.test_golden import GOLDEN, base_of, converted
 from tests.test_docs import ROOT, code_blocks, commands
-from tests.tools.convert.test_golden import GOLDEN, base_of, converted
 
 PAGE = ROOT / "docs" / "toolchain.md"
 

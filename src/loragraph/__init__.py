@@ -3,6 +3,7 @@
 import logging
 
 from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.convert import convert
 from loragraph.adapters.mix import Mix
 from loragraph.engine.async_stream import AsyncStream
 from loragraph.engine.context import Context
@@ -15,7 +16,6 @@ from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import AdapterUse, Choice, Embedding, Event, Request, Result, Score
 from loragraph.errors import LoragraphError
 from loragraph.tools.combine import combine_files
-from loragraph.tools.convert import convert
 from loragraph.tools.doctor import diagnose
 from loragraph.tools.extract import extract
 from loragraph.tools.merge import merge

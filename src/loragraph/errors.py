@@ -41,6 +41,12 @@ class LoragraphError(Exception):
         self.hint = hint
         super().__init__(f"{message} (hint: {hint})" if hint else message)
 
+    def add_place(self, place: str) -> None:
+        """Puts a place in front of a message that does not name it yet."""
+        if place not in self.message:
+            self.message = f"{place}: {self.message}"
+            self.args = (f"{self.message} (hint: {self.hint})" if self.hint else self.message,)
+
 
 class ConfigError(LoragraphError, ValueError):
     """A flag or an argument has a value that cannot be used."""

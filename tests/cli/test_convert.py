@@ -10,7 +10,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from loragraph.cli.main import app
-from tests.tools.convert.folders import peft, write_base
+from tests.adapters.convert.folders import peft, write_base
 
 
 def run(*args: object) -> tuple[int, str]:

@@ -328,6 +328,18 @@ def test_values_of_lora(
     assert served_adapters(plain, scaled, None) == [ServedAdapter(*one) for one in expected]
 
 
+def test_a_folder_is_called_by_its_whole_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dot in it begins no suffix, and "." has a name too."""
+    folder = tmp_path / "tales-3.1"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for given in (str(folder), ".", f"{folder}/"):
+        (one,) = served_adapters([given], [], None)
+        assert one == ServedAdapter("tales-3.1", given, 1.0)
+
+
 def test_two_adapters_of_one_name() -> None:
     """Refused, with what to do."""
     with pytest.raises(ConfigError, match="NAME=PATH"):

@@ -10,6 +10,7 @@ import pytest
 from loragraph.engine.registry import AdapterHeader, LoadOptions, Registry
 from loragraph.errors import (
     AdapterChangedError,
+    AdapterFormatError,
     ConfigError,
     GGUFError,
     InvalidRequestError,
@@ -104,6 +105,27 @@ def test_nothing_outside_of_the_folder_is_found(name: str, folder: Path) -> None
     """No path, no link that leads out, no hidden file, nothing but .gguf."""
     with pytest.raises(ModelNotFoundError):
         Registry(Headers(), folder).resolve(name)
+
+
+def test_folders_of_peft_are_adapters_of_the_folder(folder: Path) -> None:
+    """By their name, behind a file of it; not those that lead out, nor by a file's whole name."""
+    outside = folder.parent / "outside"
+    for made in (folder / "peft", folder / "a", outside, folder / "linked"):
+        made.mkdir()
+        (made / "adapter_config.json").touch()
+    (folder / "leads-out").symlink_to(outside)
+    (folder / "linked" / "adapter_model.safetensors").symlink_to(folder.parent / "outside.gguf")
+    headers = Headers()
+    registry = Registry(headers, folder)
+    assert registry.names() == ["a", "b", "inside", "linked", "peft"]
+    assert registry.resolve("peft").path == folder / "peft"
+    assert registry.resolve("a").path == folder / "a.gguf"
+    for name in ("leads-out", "a.gguf", "sub"):
+        with pytest.raises(ModelNotFoundError):
+            registry.resolve(name)
+    with pytest.raises(AdapterFormatError, match=r"linked.*leads out"):
+        registry.resolve("linked")
+    assert headers.paths == [folder / "peft", folder / "a.gguf"]
 
 
 def test_a_file_that_comes_later_is_found(folder: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 
+from loragraph.adapters.convert import convert
 from loragraph.server.config import ServerConfig
-from loragraph.tools.convert import convert
+from tests.adapters.convert.folders import lora, peft
 from tests.server.serving import Served, serving, write_files
-from tests.tools.convert.folders import lora, peft
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MODULES = {
@@ -22,13 +23,20 @@ MODULES = {
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    """A server whose folder holds an adapter as PEFT writes it."""
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A server whose folder holds an adapter as PEFT writes it, and temporary files of its own."""
     write_files(tmp_path)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     folder = tmp_path / "adapters"
     peft(folder / "mine", lora(MODULES))
-    with serving(tmp_path, ServerConfig(adapter_dir=folder), {}) as one:
+    with serving(tmp_path, ServerConfig(adapter_dir=folder), {}, adapter_dir=folder) as one:
         yield one
+
+
+def left_over(folder: Path) -> list[Path]:
+    """Temporary files that are still there."""
+    return list((folder / "temporary").iterdir())
 
 
 def load(http: httpx.Client, path: str, **fields: object) -> httpx.Response:
@@ -43,7 +51,7 @@ def text(http: httpx.Client, model: str) -> str:
 
 
 def test_a_folder_is_converted(served: Served, http: httpx.Client, tmp_path: Path) -> None:
-    """It answers as the file that convert() makes of it; unloaded, nothing of it is left."""
+    """It answers as the file that convert() makes of it; no file is left, loaded or not."""
     source = served.folder / "adapters" / "mine"
     file, _ = convert(source, served.folder / "base.gguf", tmp_path / "direct.gguf")
     direct = served.engine.load_adapter("direct", file)
@@ -51,26 +59,49 @@ def test_a_folder_is_converted(served: Served, http: httpx.Client, tmp_path: Pat
     assert load(http, "mine").status_code == 200
     assert text(http, "x") == text(http, "direct") != text(http, "base")
     assert served.engine.registry.resolve("x").digest == direct.digest
-    assert list(served.state.folder.rglob("*.gguf"))
     assert http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
-    assert not list(served.state.folder.rglob("*.gguf"))
+    assert left_over(tmp_path) == []
     assert sorted(path.name for path in source.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
 
 
-def test_replacing_keeps_one_file(served: Served, http: httpx.Client) -> None:
-    """Of several conversions for one name only the last one's file stays."""
-    for _ in range(3):
+def test_replacing_a_folder(served: Served, http: httpx.Client, tmp_path: Path) -> None:
+    """By itself, and by a file; a folder that is refused leaves the name as it was."""
+    for _ in range(2):
         assert load(http, "mine", load_inplace=True).status_code == 200
-
-    assert len(list(served.state.folder.rglob("*.gguf"))) == 1
+    peft(served.folder / "adapters" / "other", lora({"model.layers.0.self_attn.q_proj": (16, 16)}))
+    digest = served.engine.registry.resolve("x").digest
+    assert load(http, "other", load_inplace=True).status_code == 400
+    assert served.engine.registry.resolve("x").digest == digest
     assert load(http, "alpha.gguf", load_inplace=True).status_code == 200
-    assert not list(served.state.folder.rglob("*.gguf"))
+    assert served.engine.registry.resolve("x").digest != digest
+    assert left_over(tmp_path) == []
 
 
-def test_folders_that_are_refused(served: Served, http: httpx.Client) -> None:
+def test_folders_of_the_folder_are_models(served: Served, http: httpx.Client) -> None:
+    """--lora-dir has folders by name, with sidecars; one whose links lead out is refused."""
+    (served.folder / "adapters" / "mine.toml").write_text('task_name = "tales"\n')
+    leak = served.folder / "adapters" / "leak"
+    leak.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        outside = served.folder / name
+        (served.folder / "adapters" / "mine" / name).rename(outside)
+        (leak / name).symlink_to(outside)
+        (served.folder / "adapters" / "mine" / name).write_bytes(outside.read_bytes())
+
+    assert {"mine", "leak"} <= {one["id"] for one in http.get("/v1/models").json()["data"]}
+    assert text(http, "mine") != text(http, "base")
+    assert served.state.sidecars.of(served.engine.registry.resolve("mine")).task_name == "tales"
+    body = {"prompt": "hello", "model": "leak", "max_tokens": 2}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "leads out" in answer.text
+    assert str(served.folder) not in answer.text
+
+
+def test_folders_that_are_refused(served: Served, http: httpx.Client, tmp_path: Path) -> None:
     """Pickled weights, links that lead out, another base's shapes, no adapter at all."""
     folder = served.folder / "adapters"
     pickled = peft(folder / "pickled", lora(MODULES))
@@ -86,16 +117,4 @@ def test_folders_that_are_refused(served: Served, http: httpx.Client) -> None:
         assert answer.status_code == 400, name
         assert str(served.folder) not in answer.text
     assert http.get("/v1/models/x").status_code == 404
-    assert not list(served.state.folder.rglob("*.gguf"))
-
-
-def test_what_was_converted_goes_with_the_server(tmp_path: Path) -> None:
-    """Its folder is removed at the end."""
-    write_files(tmp_path)
-    peft(tmp_path / "adapters" / "mine", lora(MODULES))
-    config = ServerConfig(adapter_dir=tmp_path / "adapters")
-    with serving(tmp_path, config, {}) as one, one.client() as client:
-        assert load(client, "mine").status_code == 200
-        folder = one.state.folder
-
-    assert not folder.exists()
+    assert left_over(tmp_path) == []

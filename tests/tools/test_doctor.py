@@ -18,11 +18,11 @@ from loragraph.errors import ConfigError
 from loragraph.tools.deltas import Delta
 from loragraph.tools.doctor import Diagnosis, diagnose
 from loragraph.tools.doctor.strength import inner_product
+from tests.adapters.convert.test_golden import GOLDEN, base_of, converted
 from tests.gguf_bytes import tensor, write_gguf
 from tests.reference.adapter import read_adapter, read_metadata, read_tensors
 from tests.reference.llama import ReferenceLlama
 from tests.tiny import TinyAdapter, TinyLlama
-from tests.tools.convert.test_golden import GOLDEN, base_of, converted
 
 MODEL = TinyLlama()
 MILD = TinyAdapter(b_std=0.01)  # a change of about 1 % of the weights, as training gives

@@ -61,8 +61,8 @@ def test_split_models(tmp_path: Path) -> None:
     new = TinyLlama(n_layer=1, seed=model.seed + 1)
     whole = [one.write(tmp_path / f"{one.seed}.gguf") for one in (new, model)]
     parts = [one.write_split(tmp_path, 3, stem=f"split{one.seed}")[0] for one in (new, model)]
-    extract(*whole, tmp_path / "a.gguf", rank=4)
-    extract(*parts, tmp_path / "b.gguf", rank=4)
+    extract(whole[0], whole[1], tmp_path / "a.gguf", rank=4)
+    extract(parts[0], parts[1], tmp_path / "b.gguf", rank=4)
     expected, actual = (read_tensors(tmp_path / f"{name}.gguf") for name in "ab")
     assert actual.keys() == expected.keys()
     for name, values in expected.items():

@@ -12,12 +12,12 @@ from loragraph.errors import UnsupportedError
 from loragraph.tools.combine import combine_files
 from loragraph.tools.merge import merge
 from loragraph.tools.resize import resize_file
+from tests.adapters.convert.test_golden import ABOUT, ALORA, base_of, converted, expected
 from tests.gguf_bytes import tensor, write_gguf
 from tests.numerics.compare import nmse
 from tests.numerics.runs import EXACT, Logits, libllama_logits, loragraph_logits, random_tokens
 from tests.reference.adapter import read_tensors
 from tests.tiny import TinyAdapter, TinyLlama
-from tests.tools.convert.test_golden import ABOUT, ALORA, base_of, converted, expected
 
 BOUND = 1e-11
 

@@ -131,12 +131,13 @@ class Adapter:
         ignore_norm: bool = False,
         tied_output: bool | None = None,
     ) -> Adapter:
-        """Loads a GGUF adapter, checks it against `model` and registers it there.
+        """Loads an adapter, checks it against `model` and registers it there.
 
-        `ignore_norm` leaves `*_norm.weight` tensors out instead of refusing them; `tied_output`
-        decides whether the token table's pair also changes a tied head (None: what the file says,
-        else True, with a warning). Raises GGUFError, AdapterFormatError, AdapterMismatchError,
-        UnsupportedError, CapacityError.
+        `path` is a GGUF file, or a folder of PEFT or MLX with safetensors, which is converted for
+        the model's file, in F32, through a temporary file. `ignore_norm` leaves `*_norm.weight`
+        tensors out instead of refusing them; `tied_output` decides whether the token table's pair
+        also changes a tied head (None: what the file says, else True, with a warning). Raises
+        GGUFError, AdapterFormatError, AdapterMismatchError, UnsupportedError, CapacityError.
         """
         return model.load_adapter(path, ignore_norm=ignore_norm, tied_output=tied_output)
 

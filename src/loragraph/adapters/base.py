@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 
 from loragraph.errors import FormatError
@@ -75,6 +76,7 @@ class BaseInfo:
     targets: Mapping[str, BaseTarget]
     tied: bool
     latent: frozenset[str] = frozenset()  # lookup tables whose rows are rotated
+    path: Path | None = None  # its file, or one of them: folders of PEFT are converted for it
 
     @property
     def n_params(self) -> int:
@@ -129,4 +131,4 @@ def base_info_from_gguf(file: GGUFFile, *parts: GGUFFile) -> BaseInfo:
             shapes[name] = info.ne
     arch = file.string("general.architecture")
     base = base_info(arch, file.string("general.name", file.path.stem), shapes)
-    return replace(base, latent=latent_tables(file))
+    return replace(base, latent=latent_tables(file), path=file.path)

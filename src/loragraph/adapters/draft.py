@@ -48,7 +48,8 @@ class DraftPair:
 class Draft:
     """Header of an adapter file with the load options that the checks depend on."""
 
-    path: Path
+    path: Path  # what the caller named: errors name it
+    file: Path  # where the tensors are; another one where a folder was named
     scalars: Mapping[str, Scalar]
     types: Mapping[str, str]  # key -> type name, arrays included
     invocation_tokens: tuple[int, ...]
@@ -83,15 +84,20 @@ def read_draft(
     *,
     ignore_norm: bool = False,
     tied_output: bool | None = None,
+    named: str | os.PathLike[str] | None = None,
 ) -> Draft:
-    """Reads the header; GGUFError where the container itself is damaged."""
+    """Reads the header; GGUFError where the container itself is damaged.
+
+    `named` is what errors call the file, where it was made of something else.
+    """
     with _opened(lib, path) as file:
-        pairs, strays, duplicates, norms = _sort_tensors(file.tensors)
+        pairs, strays, duplicates, norms = sort_tensors(file.tensors)
         tokens: tuple[int, ...] = ()
         if file.type_of(INVOCATION_KEY) == "array of u32":
             tokens = tuple(int(token) for token in file.numbers(INVOCATION_KEY))
         return Draft(
-            path=file.path,
+            path=file.path if named is None else Path(named),
+            file=file.path,
             scalars=file.scalars(),
             types={key: file.type_of(key) for key in file},
             invocation_tokens=tokens,
@@ -116,9 +122,10 @@ def _opened(lib: Library, path: str | os.PathLike[str]) -> GGUFFile:
         ) from error
 
 
-def _sort_tensors(
+def sort_tensors(
     tensors: Mapping[str, TensorInfo],
 ) -> tuple[dict[str, DraftPair], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Pairs by target, and the names of strays, of duplicates and of norm weights."""
     pairs: dict[str, DraftPair] = {}
     strays: list[str] = []
     duplicates: list[str] = []

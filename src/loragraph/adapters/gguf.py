@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -31,6 +32,7 @@ from loragraph.adapters.draft import (
     DraftPair,
     read_draft,
 )
+from loragraph.adapters.folder import folder_draft, gguf_file
 from loragraph.adapters.report import LoadReport, coverage
 from loragraph.adapters.tied import resolve_tied_output
 from loragraph.adapters.values import Bytes, all_zero, dequantised
@@ -55,19 +57,31 @@ def read_adapter(
     ignore_norm: bool = False,
     tied_output: bool | None = None,
     rows: BaseRows | None = None,
+    named: str | os.PathLike[str] | None = None,
 ) -> Adapter:
     """Loads an adapter for `base`; raises the first problem, in llama.cpp's order of checks.
 
-    None as base leaves out the checks of the fit, for tools that look at an adapter or write it
-    out again; a graph must not run such an adapter.
+    `path` is a GGUF file, or a folder of PEFT or MLX, which is converted for the base's file and
+    so needs a base. None as base leaves out the checks of the fit, for tools that look at an
+    adapter or write it out again; a graph must not run such an adapter.
     `ignore_norm` leaves `*_norm.weight` tensors out instead of refusing them. `tied_output` decides
     whether the token table's pair also changes a tied head; None: what the file says, else True.
     `rows` are the base's weights, which DoRA's magnitudes are relative to; without them an adapter
-    that has some can be looked at, but not run.
+    that has some can be looked at, but not run. `named` is what errors call a file that was made of
+    something else.
     Errors: GGUFError (container), AdapterFormatError, AdapterMismatchError (fit), UnsupportedError,
     CapacityError (no memory).
     """
-    draft = read_header(lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output)
+    with gguf_file(lib, path, base) as file:
+        draft = read_draft(
+            lib, file, ignore_norm=ignore_norm, tied_output=tied_output, named=named or path
+        )
+        for problem in header_problems(draft, base):
+            raise problem
+        return _loaded(draft, base, rows)
+
+
+def _loaded(draft: Draft, base: BaseInfo | None, rows: BaseRows | None) -> Adapter:
     pairs, nbytes = _layout(draft)
     try:
         data = allocate_block(nbytes)
@@ -108,12 +122,17 @@ def read_header(
     ignore_norm: bool = False,
     tied_output: bool | None = None,
 ) -> Draft:
-    """What can be known and checked without reading a tensor.
+    """What can be known and checked without reading a tensor, of a folder too.
 
     Raises the first problem, as `read_adapter` does; values that are not finite, or all zero, show
     only there.
     """
-    draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
+    if os.path.isdir(path):
+        draft = folder_draft(
+            lib, Path(path), base, ignore_norm=ignore_norm, tied_output=tied_output
+        )
+    else:
+        draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
     for problem in header_problems(draft, base):
         raise problem
     return draft
@@ -138,13 +157,23 @@ def check_adapter(
     *,
     ignore_norm: bool = False,
     tied_output: bool | None = None,
+    named: str | os.PathLike[str] | None = None,
 ) -> list[LoragraphError]:
     """Every problem of the file, [] where it would load; without `base` what shows without one."""
     try:
-        draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
+        with gguf_file(lib, path, base) as file:
+            draft = read_draft(
+                lib, file, ignore_norm=ignore_norm, tied_output=tied_output, named=named or path
+            )
+            return _problems(draft, base)
     except LoragraphError as error:
         return [error]
-    problems = [problem for check in FILE_CHECKS for problem in check(draft, base)]
+
+
+def _problems(draft: Draft, base: BaseInfo | None) -> list[LoragraphError]:
+    problems: list[LoragraphError] = [
+        problem for check in FILE_CHECKS for problem in check(draft, base)
+    ]
     sound = []
     for pair in draft.pairs.values():
         found = list(pair_problems(draft, pair, base))
@@ -153,7 +182,7 @@ def check_adapter(
             sound.append(pair)
     n_zero = 0
     try:
-        with draft.path.open("rb") as file:
+        with draft.file.open("rb") as file:
             for pair in sound:
                 found, zero = _data_problems(draft, pair, file)
                 problems += found
@@ -187,7 +216,7 @@ def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> dict[str, By
     """Reads all pairs into the block; gives the bytes of the vectors beside them by name."""
     vectors: dict[str, Bytes] = {}
     try:
-        with draft.path.open("rb") as file:
+        with draft.file.open("rb") as file:
             for target, found in draft.pairs.items():
                 pair = pairs[target]
                 for info, tensor in zip(_tensors(found), (pair.a, pair.b), strict=True):

@@ -31,7 +31,10 @@ def combine(
     ],
     output: Output,
     base: Annotated[
-        Path | None, typer.Option("--base", help="Base model that all are checked against.")
+        Path | None,
+        typer.Option(
+            "--base", help="Base model that all are checked against; a PEFT or MLX folder needs it."
+        ),
     ] = None,
     outtype: OutType = "f32",
     ignore_norm: options.IgnoreNorm = False,

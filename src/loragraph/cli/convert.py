@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loragraph.adapters.convert import Plan, convert
+from loragraph.adapters.convert.write import OUT_TYPES, OutType, out_tensors
 from loragraph.cli.inspect import size
 from loragraph.cli.library import open_library
-from loragraph.tools.convert import Plan, convert
-from loragraph.tools.convert.write import OUT_TYPES, OutType, out_tensors
 
 _SHOWN_WARNINGS = 20
 

@@ -24,7 +24,7 @@ _SIGNS = {"problem": "✗", "warning": "!", "fact": "·"}
 
 def doctor(
     base: options.Base,
-    adapter: Annotated[Path, typer.Argument(help="The adapter: a GGUF file.")],
+    adapter: options.Adapter,
     peft: Annotated[
         Path | None,
         typer.Option("--peft", metavar="DIR", help="PEFT or MLX folder that it was made from."),

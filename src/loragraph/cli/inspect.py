@@ -20,7 +20,12 @@ _LONG_VALUE = 72
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A GGUF file: a base model or an adapter.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A GGUF file: a base model or an adapter. With --base also a PEFT or MLX folder."
+        ),
+    ],
     base: Annotated[
         Path | None, typer.Option("--base", help="Base model that an adapter is checked against.")
     ] = None,

@@ -71,6 +71,7 @@ Stop = Annotated[
 AsJson = Annotated[bool, _option(_PROMPT, "--json", text="Print one JSON object, at the end.")]
 
 # Adapters
+Adapter = Annotated[Path, typer.Argument(help="The adapter: a GGUF file, or a PEFT or MLX folder.")]
 Lora = Annotated[
     list[str] | None,
     _option(

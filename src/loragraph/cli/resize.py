@@ -21,7 +21,7 @@ from loragraph.tools.resize import resize_file
 
 
 def resize(
-    adapter: Annotated[Path, typer.Argument(help="The adapter: a GGUF file.")],
+    adapter: options.Adapter,
     output: Output,
     rank: Annotated[
         int | None, typer.Option("--rank", help="Largest rank that a target keeps.")
@@ -31,6 +31,9 @@ def resize(
         typer.Option("--energy", help="Share of each change to keep: 0.99. The rank follows."),
     ] = None,
     outtype: OutType = "f32",
+    base: Annotated[
+        Path | None, typer.Option("--base", help="Base model that it is for; of a folder needed.")
+    ] = None,
     ignore_norm: options.IgnoreNorm = False,
     as_json: AsJson = False,
 ) -> None:
@@ -42,6 +45,7 @@ def resize(
             rank=rank,
             energy=energy,
             outtype=outtype,
+            base=base,
             ignore_norm=ignore_norm,
             ggml_folder=ggml_folder(),
         )

@@ -18,7 +18,6 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.cli import options
 from loragraph.cli.adapter_list import adapter_list
 from loragraph.cli.flags import in_flags
-from loragraph.cli.folder import load_any
 from loragraph.cli.interrupt import held_interrupt
 from loragraph.cli.library import ggml_folder
 from loragraph.engine.context import Context
@@ -131,8 +130,8 @@ def _answer(
             _Loaded(
                 path,
                 scale,
-                load_any(
-                    path, model, ignore_norm=loading.ignore_norm, tied_output=loading.tied_output
+                model.load_adapter(
+                    path, ignore_norm=loading.ignore_norm, tied_output=loading.tied_output
                 ),
             )
             for path, scale in loading.adapters

@@ -48,8 +48,8 @@ Lora = Annotated[
     _many(
         _ADAPTERS,
         "--lora",
-        "Adapter. A PATH alone is part of every request that names no adapters; NAME=PATH only "
-        "gives it a name.",
+        "Adapter (GGUF, or a PEFT or MLX folder). A PATH alone is part of every request that names "
+        "no adapters; NAME=PATH only gives it a name.",
         "[NAME=]PATH",
     ),
 ]
@@ -70,8 +70,8 @@ LoraDir = Annotated[
     _option(
         _ADAPTERS,
         "--lora-dir",
-        text="Folder whose NAME.gguf are adapters by name, loaded when asked for; others may be "
-        "loaded from it by path.",
+        text="Folder whose NAME.gguf, and PEFT or MLX folders NAME, are adapters by name, loaded "
+        "when asked for; others may be loaded from it by path.",
     ),
 ]
 LoraPin = Annotated[

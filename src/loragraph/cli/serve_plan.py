@@ -51,9 +51,9 @@ def served_adapters(
         if equals and name_problem(name) is None and not Path(value).exists():
             found.append(ServedAdapter(name, path, None))
         else:
-            found.append(ServedAdapter(Path(value).stem, value, 1.0))
+            found.append(ServedAdapter(_name(value), value, 1.0))
     found += [
-        ServedAdapter(Path(path).stem, path, scale)
+        ServedAdapter(_name(path), path, scale)
         for path, scale in adapter_list((), [_quoted(value) for value in scaled])
     ]
     seen: dict[str, str] = {}
@@ -68,6 +68,12 @@ def served_adapters(
     if adapter_dir is not None and not adapter_dir.is_dir():
         raise ConfigError(f"expected a folder, got {adapter_dir}", field="--lora-dir")
     return found
+
+
+def _name(path: str) -> str:
+    """What an adapter without a name of its own is called: its file's or folder's name."""
+    own = Path(path)
+    return own.resolve().name if own.is_dir() else own.stem
 
 
 def _quoted(field: str) -> str:

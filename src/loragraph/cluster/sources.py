@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from loragraph.adapters.convert.safetensors import read_header as read_safetensors_header
+from loragraph.adapters.convert.source import locate, read_config
 from loragraph.adapters.gguf import read_header as read_gguf_header
 from loragraph.cluster.cache import DiskCache, Fetched, digest_of, size_of, writing, wrong_digest
 from loragraph.cluster.catalogue import redacted
@@ -34,8 +36,6 @@ from loragraph.errors import (
     SourceError,
 )
 from loragraph.ggml.lib import Library
-from loragraph.tools.convert.safetensors import read_header as read_safetensors_header
-from loragraph.tools.convert.source import locate, read_config
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What is fetched of a folder: a source that is one, or a URL that ends with a slash."""

@@ -203,7 +203,10 @@ class Model:
         ignore_norm: bool = False,
         tied_output: bool | None = None,
     ) -> Adapter:
-        """Loads and registers a GGUF adapter; see `loragraph.adapters.gguf.read_adapter`."""
+        """Loads and registers an adapter: a GGUF file, or a folder of PEFT or MLX.
+
+        See `loragraph.adapters.gguf.read_adapter`.
+        """
         self.check_open()
         with memory_errors(str(path)):
             adapter = read_adapter(
@@ -368,4 +371,4 @@ def _base_info(hparams: HParams, weights: Weights) -> BaseInfo:
     }
     tied = weights.by_name[OUTPUT].info.name == TOKEN_EMBD
     latent = frozenset() if weights.fold is None else weights.fold.latent
-    return BaseInfo(hparams.arch, hparams.name, targets, tied, latent)
+    return BaseInfo(hparams.arch, hparams.name, targets, tied, latent, weights.files.path)

@@ -1,5 +1,7 @@
 """Names of adapters and the generations behind them. Reads headers only; used by any thread.
 
+A folder of PEFT or MLX is an adapter as a file is; its header is made of its own headers.
+
 A name means one generation at a time; registering it again makes another one, at once. A request
 keeps the generation that its name meant when it came. Numbers are never used twice.
 """
@@ -14,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loragraph.adapters.adapter import Adapter
+from loragraph.adapters.folder import folder_problem, is_adapter_folder
 from loragraph.adapters.report import LoadReport
 from loragraph.errors import (
     AdapterChangedError,
+    AdapterFormatError,
     ConfigError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -167,6 +171,7 @@ class Registry:
         path = self.path_in_dir(name)
         if path is None:
             raise self._unknown(name)
+        self._check_links(path)
         new = Generation(name, next(self._numbers), path, self._read_header(path, PLAIN_LOAD))
         with self._lock:  # another thread may have been first
             return self._current.setdefault(name, new)
@@ -199,20 +204,35 @@ class Registry:
         with os.scandir(self._dir) as entries:
             for entry in entries:
                 name = entry.name.removesuffix(_SUFFIX)
-                if name != entry.name and name_problem(name) is None and self._confined(name):
+                if name_problem(name) is None and self._found(name) is not None:
                     yield name
 
     def path_in_dir(self, name: str) -> Path | None:
-        """The folder's file of that name; None where there is none, or it was unloaded."""
+        """The folder's NAME.gguf, or its folder NAME; None where there is neither, or unloaded."""
         if self._dir is None or name_problem(name) is not None or name in self._unloaded:
             return None
-        return self._dir / f"{name}{_SUFFIX}" if self._confined(name) else None
+        return self._found(name)
 
-    def _confined(self, name: str) -> bool:
-        """Whether the folder has such a file, and no link leads it out of the folder."""
+    def _found(self, name: str) -> Path | None:
+        """The file, or else the folder of PEFT or MLX, that no link leads out of the folder."""
         assert self._dir is not None
-        real = (self._dir / f"{name}{_SUFFIX}").resolve()
-        return real.is_relative_to(self._dir) and real.is_file()
+        for path, fits in (
+            (self._dir / f"{name}{_SUFFIX}", Path.is_file),
+            (self._dir / name, is_adapter_folder),
+        ):
+            real = path.resolve()
+            if real.is_relative_to(self._dir) and fits(real):
+                return path
+        return None
+
+    def _check_links(self, path: Path) -> None:
+        """AdapterFormatError for a folder whose files are links that lead out of ours."""
+        assert self._dir is not None
+        problem = folder_problem(path, self._dir) if path.is_dir() else None
+        if problem is not None:
+            raise AdapterFormatError(
+                f"expected a folder of an adapter alone, got {problem}", path=path
+            )
 
     def _unknown(self, name: object) -> ModelNotFoundError:
         names = self.names()

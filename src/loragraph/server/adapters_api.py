@@ -11,11 +11,12 @@ from typing import Annotated, Any
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import Field
 
+from loragraph.adapters.convert.source import CONFIG
+from loragraph.adapters.folder import folder_problem, is_adapter_folder
 from loragraph.engine.registry import MAX_NAME, Generation, check_name
 from loragraph.errors import InvalidRequestError, LoragraphError, ModelNotFoundError
 from loragraph.server.errors import ApiError
 from loragraph.server.gate import Admin
-from loragraph.server.peft import converted, forget
 from loragraph.server.routing import api_router
 from loragraph.server.sampling import Body
 from loragraph.server.state import ServerState, State
@@ -142,9 +143,8 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
     state.sidecars.check(path)
     old = engine.registry.current().get(name)
     loaded = old is not None and not body.load_inplace
-    if path.is_dir() and not loaded:
-        assert state.config.adapter_dir is not None
-        path = converted(state, name, path, state.config.adapter_dir.resolve())
+    if path.is_dir():
+        _check_folder(path, state.config.adapter_dir)
     if loaded:
         raise InvalidRequestError(
             f"The lora adapter '{name}' has already been loaded.",
@@ -155,20 +155,30 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
         # Read as a whole first: should it be refused, the name goes on to mean what it meant.
         engine.model.load_adapter(path).close()
     try:
-        new = engine.load_adapter(name, path, pin=bool(body.pinned), preload=True)
+        return engine.load_adapter(name, path, pin=bool(body.pinned), preload=True)
     except LoragraphError:
         if old is not None and old.path is not None:  # no room: the old one comes back
             engine.load_adapter(name, old.path)
         raise
-    forget(state, name, new.path)
-    return new
+
+
+def _check_folder(folder: Path, root: Path | None) -> None:
+    """InvalidRequestError for a folder that is no adapter's, or whose links lead out of ours."""
+    assert root is not None  # confined_path() came before
+    problem = None if is_adapter_folder(folder) else f"no {CONFIG}"
+    problem = problem or folder_problem(folder, root.resolve())
+    if problem is not None:
+        raise InvalidRequestError(
+            f"lora_path: expected a GGUF file or a folder of PEFT or MLX, got {folder.name} with "
+            f"{problem}",
+            param="lora_path",
+        )
 
 
 async def _unload(state: ServerState, body: NameBody) -> None:
     async with _changing(state, body.lora_name):
         await asyncio.to_thread(state.engine.unload_adapter, body.lora_name)
         state.forget_adapter(body.lora_name)
-        await asyncio.to_thread(forget, state, body.lora_name)
 
 
 @asynccontextmanager

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from fastapi import Depends, Request
@@ -54,7 +51,6 @@ class ServerState:
         self.extra: dict[str, Any] = {}  # what single routes keep
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._folder: Path | None = None
         self._phase = Phase.LOADING
         self._default_mix: Mapping[str, float] = dict(config.default_mix)
 
@@ -107,21 +103,6 @@ class ServerState:
         """Ids of all adapters of now, by name in their order; lists the folder of adapters."""
         return self.ids.sync(self.engine.registry.names())
 
-    @property
-    def folder(self) -> Path:
-        """A folder of the server's own, which close() removes."""
-        with self._lock:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="loragraph-"))
-            return self._folder
-
-    def close(self) -> None:
-        """Removes what was written."""
-        with self._lock:
-            folder, self._folder = self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def opened(self, engine: Engine) -> None:
         """The engine is ready."""
         with self._lock:
@@ -135,7 +116,7 @@ class ServerState:
         self._phase = Phase.DRAINING
 
 
-def server_state(request: Request) -> ServerState:
+async def server_state(request: Request) -> ServerState:
     """The state of the server that a request came to."""
     state = request.app.state.loragraph
     assert isinstance(state, ServerState)

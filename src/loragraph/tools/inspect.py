@@ -16,6 +16,7 @@ from loragraph.adapters.adapter import scale_of
 from loragraph.adapters.base import TOKEN_EMBD, BaseInfo, base_info_from_gguf
 from loragraph.adapters.checks import type_name
 from loragraph.adapters.draft import Draft, read_draft
+from loragraph.adapters.folder import gguf_file
 from loragraph.adapters.gguf import check_adapter, read_adapter
 from loragraph.adapters.report import coverage, target_class
 from loragraph.engine.model import load_problem
@@ -35,12 +36,22 @@ def inspect_file(
 ) -> dict[str, Any]:
     """Facts of a base or an adapter, told apart by the file itself ("kind").
 
+    A folder of PEFT or MLX is described as the adapter that it becomes for `base`.
+
     "tied_output" of an adapter is whether its pair of the token table changes a tied head too, None
     where that is no question: without such a pair, or without a tied base to look at.
 
     "problems" are what a load would refuse; an adapter's, without `base`, as far as the file alone
     shows it. LoragraphError where a file is no readable GGUF.
     """
+    base_info = None
+    if path.is_dir():  # made for the base, which is checked first
+        base_info = None if base is None else read_base_info(lib, base)
+        with gguf_file(lib, path, base_info) as made:
+            with GGUFFile(lib, made) as file:
+                metadata = _metadata(file)
+            facts = _describe_adapter(lib, Path(made), path, base_info, ignore_norm, tied_output)
+        return facts | {"metadata": metadata}
     with GGUFFile(lib, path) as file:
         if not _is_adapter(file):
             if base is not None:
@@ -54,7 +65,7 @@ def inspect_file(
             return _describe_base(lib, file)
         metadata = _metadata(file)
     base_info = read_base_info(lib, base) if base is not None else None
-    facts = _describe_adapter(lib, path, base_info, ignore_norm, tied_output)
+    facts = _describe_adapter(lib, path, path, base_info, ignore_norm, tied_output)
     return facts | {"metadata": metadata}
 
 
@@ -109,17 +120,20 @@ def _describe_base(lib: Library, file: GGUFFile) -> dict[str, Any]:
 
 def _describe_adapter(
     lib: Library,
-    path: Path,
+    file: Path,
+    named: Path,
     base: BaseInfo | None,
     ignore_norm: bool,
     tied_output: bool | None,
 ) -> dict[str, Any]:
-    draft = read_draft(lib, path, ignore_norm=ignore_norm, tied_output=tied_output)
-    problems = check_adapter(lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output)
+    draft = read_draft(lib, file, ignore_norm=ignore_norm, tied_output=tied_output, named=named)
+    problems = check_adapter(
+        lib, file, base, ignore_norm=ignore_norm, tied_output=tied_output, named=named
+    )
     loaded: dict[str, Any] = {"digest": None, "warnings": [], "tied_output": None}
     if not problems:
         with read_adapter(
-            lib, path, base, ignore_norm=ignore_norm, tied_output=tied_output
+            lib, file, base, ignore_norm=ignore_norm, tied_output=tied_output, named=named
         ) as adapter:
             loaded |= {"digest": adapter.digest, "warnings": list(adapter.report.warnings)}
             if base is not None and base.tied and TOKEN_EMBD in adapter.pairs:
@@ -134,7 +148,7 @@ def _describe_adapter(
     n_params = sum(tensor.n_elements for tensor in tensors)
     return {
         "kind": "adapter",
-        "files": [str(path)],
+        "files": [str(named)],
         "architecture": draft.scalars.get("general.architecture"),
         "alpha": _plain(draft.scalars.get("adapter.lora.alpha")),
         "invocation_tokens": list(draft.invocation_tokens),

@@ -145,7 +145,7 @@ def base_of(files: ModelFiles) -> BaseInfo:
     shapes = {name: tensor.ne for name, tensor in files.tensors.items()}
     name = metadata.string("general.name", files.path.stem)
     base = base_info(metadata.string("general.architecture"), name, shapes)
-    return replace(base, latent=latent_tables(metadata))
+    return replace(base, latent=latent_tables(metadata), path=files.path)
 
 
 def refuse_folded(files: ModelFiles) -> None:

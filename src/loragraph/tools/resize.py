@@ -19,6 +19,7 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import TOKEN_EMBD
 from loragraph.adapters.checks import MAX_RANK
 from loragraph.adapters.draft import ALPHA_KEY
+from loragraph.adapters.folder import gguf_file
 from loragraph.adapters.gguf import read_adapter
 from loragraph.engine.options import integer, memory_errors
 from loragraph.errors import ConfigError
@@ -27,6 +28,7 @@ from loragraph.ggml.lib import Library, load_library
 from loragraph.tools.adapter_file import Factors, out_type, write_adapter
 from loragraph.tools.deltas import Term, Use, delta_of
 from loragraph.tools.gguf_header import read_header
+from loragraph.tools.inspect import read_base_info
 from loragraph.tools.merge import Paths
 from loragraph.tools.output import check_output
 from loragraph.tools.svd import Floats, Svd, svd_of_product
@@ -65,10 +67,14 @@ def resize_file(
     rank: int | None = None,
     energy: float | None = None,
     outtype: str = "f32",
+    base: Paths | None = None,
     ignore_norm: bool = False,
     ggml_folder: Paths | None = None,
 ) -> ResizeReport:
     """Writes an adapter with smaller ranks: at most `rank`, or as few as capture `energy`, or both.
+
+    `base` is the model that the adapter is for; a folder of PEFT or MLX needs it, for any other the
+    fit is checked.
 
     A pair whose rank is smaller already keeps it. Strength, invocation tokens and all keys stay as
     they are but for alpha, which follows the ranks. Errors: as for loading an adapter; ConfigError
@@ -81,21 +87,23 @@ def resize_file(
     limit = MAX_RANK if rank is None else integer(rank, "rank", 1, MAX_RANK)
     share = 1.0 if energy is None else _share(energy)
     out = Path(output)
-    check_output(out, [Path(adapter)])
+    check_output(out, [Path(adapter)] + ([Path(base)] if base is not None else []))
+    info = None if base is None else read_base_info(lib, Path(base))
     with (
         memory_errors(os.fspath(adapter)),
-        read_adapter(lib, adapter, None, ignore_norm=ignore_norm) as loaded,
+        gguf_file(lib, adapter, info) as file,
+        read_adapter(lib, file, info, ignore_norm=ignore_norm, named=adapter) as loaded,
     ):
         factors, choices = [], []
         for target in loaded.pairs:
             pair, choice = resized(loaded, target, limit, share)
             factors.append(pair)
             choices.append(choice)
-        nbytes = write_adapter(lib, out, _keys(lib, Path(adapter)), factors, type_)
+        nbytes = write_adapter(lib, out, _keys(lib, Path(file)), factors, type_)
         return ResizeReport(
             path=out,
             choices=tuple(choices),
-            nbytes_before=Path(adapter).stat().st_size,
+            nbytes_before=Path(file).stat().st_size,
             nbytes=nbytes,
             warnings=loaded.report.warnings,
         )

@@ -16,11 +16,11 @@ import numpy as np
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import TOKEN_EMBD, BaseInfo
+from loragraph.adapters.convert import convert
 from loragraph.adapters.gguf import read_adapter
 from loragraph.adapters.report import target_class
 from loragraph.adapters.vectors import BaseRows
 from loragraph.ggml.lib import Library
-from loragraph.tools.convert import convert
 from loragraph.tools.deltas import Term, Use, delta_of
 from loragraph.tools.doctor.report import Diagnosis
 from loragraph.tools.doctor.strength import inner_product

@@ -11,8 +11,8 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.adapters.convert.facts import BaseFacts
 from loragraph.errors import AdapterMismatchError
-from loragraph.tools.convert.facts import BaseFacts
 
 REORDERED = frozenset({"llama", "granite", "granitemoe"})
 """Architectures whose GGUF files hold q and k rows in pairs."""

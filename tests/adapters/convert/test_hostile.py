@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loragraph import LoragraphError, convert
-from loragraph.tools.convert import plan_conversion
-from tests.tools.convert.folders import (
+from loragraph.adapters.convert import plan_conversion
+from tests.adapters.convert.folders import (
     N_EMBD,
     PEFT_CONFIG,
     bf16,

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from loragraph.adapters.convert import Plan, plan_conversion
 from loragraph.errors import AdapterFormatError, LoragraphError, UnsupportedError
-from loragraph.tools.convert import Plan, plan_conversion
-from tests.tools.convert.folders import (
+from tests.adapters.convert.folders import (
     GGUF_NAMES,
     MODULES,
     N_EMBD,

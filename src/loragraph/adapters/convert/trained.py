@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from loragraph.adapters.base import TOKEN_EMBD, TargetKind
 from loragraph.adapters.checks import MAX_RANK
+from loragraph.adapters.convert.config import AdapterConfig
+from loragraph.adapters.convert.facts import BaseFacts
+from loragraph.adapters.convert.modules import Module
+from loragraph.adapters.convert.names import Names, Part, Place
+from loragraph.adapters.convert.permute import reordered, row_heads
+from loragraph.adapters.convert.pieces import Piece, Read, VectorPiece
 from loragraph.errors import AdapterFormatError, AdapterMismatchError, UnsupportedError
-from loragraph.tools.convert.config import AdapterConfig
-from loragraph.tools.convert.facts import BaseFacts
-from loragraph.tools.convert.modules import Module
-from loragraph.tools.convert.names import Names, Part, Place
-from loragraph.tools.convert.permute import reordered, row_heads
-from loragraph.tools.convert.pieces import Piece, Read, VectorPiece
 
 Values = NDArray[np.float32]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from loragraph.adapters.convert.facts import BaseFacts
 from loragraph.errors import AdapterMismatchError, UnsupportedError
-from loragraph.tools.convert.facts import BaseFacts
 
 # What a family's converter does to rows is a fact of the family: only those looked at are listed.
 ARCHITECTURES = frozenset(
@@ -153,7 +153,7 @@ class Names:
                 f"adapters for architecture '{arch}' cannot be converted; supported: "
                 f"{', '.join(sorted(ARCHITECTURES))}",
                 what=f"architecture {arch}",
-                hint="the order of its rows has to be looked up: tools/convert/names.py",
+                hint="the order of its rows has to be looked up: adapters/convert/names.py",
             )
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         self._map: Any = gguf.get_tensor_name_map(numbers[arch], facts.n_layer)

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.adapters.convert.assemble import bias, magnitude, pair_arrays
+from loragraph.adapters.convert.config import looks_like_path
+from loragraph.adapters.convert.plan import Plan, PlannedTarget
 from loragraph.adapters.draft import ALPHA_KEY, INVOCATION_KEY, TIED_OUTPUT_KEY
 from loragraph.errors import AdapterFormatError, ConfigError
 from loragraph.ggml.handles import BF16, F16, F32, Q8_0
-from loragraph.tools.convert.assemble import bias, magnitude, pair_arrays
-from loragraph.tools.convert.config import looks_like_path
-from loragraph.tools.convert.plan import Plan, PlannedTarget
 
 OutType = Literal["f32", "f16", "bf16", "q8_0"]
 OUT_TYPES: dict[str, int] = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}

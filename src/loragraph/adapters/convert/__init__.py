@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from loragraph.errors import ConfigError
-from loragraph.ggml.lib import Library, load_library
-from loragraph.tools.convert.config import read_adapter_config
-from loragraph.tools.convert.facts import read_base
-from loragraph.tools.convert.plan import Plan, make_plan
-from loragraph.tools.convert.source import (
+from loragraph.adapters.convert.config import read_adapter_config
+from loragraph.adapters.convert.facts import read_base
+from loragraph.adapters.convert.plan import Plan, make_plan
+from loragraph.adapters.convert.source import (
     locate,
     open_source,
     read_config,
     refuse_model_folder,
 )
-from loragraph.tools.convert.write import OUT_TYPES, OutType, write_plan
+from loragraph.adapters.convert.write import OUT_TYPES, OutType, write_plan
+from loragraph.errors import ConfigError
+from loragraph.ggml.lib import Library, load_library
 
 __all__ = ["Plan", "convert", "plan_conversion"]
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from loragraph import convert
+from loragraph.adapters.convert import plan_conversion
 from loragraph.adapters.gguf import read_adapter
 from loragraph.errors import (
     AdapterFormatError,
@@ -21,10 +22,8 @@ from loragraph.errors import (
     UnsupportedError,
 )
 from loragraph.ggml.lib import load_library
-from loragraph.tools.convert import plan_conversion
 from loragraph.tools.inspect import read_base_info
-from tests.reference.adapter import read_tensors
-from tests.tools.convert.folders import (
+from tests.adapters.convert.folders import (
     GGUF_NAMES,
     MODULES,
     N_EMBD,
@@ -42,6 +41,7 @@ from tests.tools.convert.folders import (
     safetensors_bytes,
     write_base,
 )
+from tests.reference.adapter import read_tensors
 
 Deltas = dict[str, NDArray[np.float64]]
 

@@ -15,16 +15,16 @@ from typing import Any
 
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, TargetKind
 from loragraph.adapters.checks import MAX_RANK
+from loragraph.adapters.convert.config import AdapterConfig, looks_like_path
+from loragraph.adapters.convert.facts import BaseFacts
+from loragraph.adapters.convert.modules import Module, modules_of
+from loragraph.adapters.convert.names import Names, Part
+from loragraph.adapters.convert.pieces import Piece, PieceMaker, VectorPiece
+from loragraph.adapters.convert.scale import common_alpha, left_over
+from loragraph.adapters.convert.source import AdapterSource
+from loragraph.adapters.convert.trained import TrainedMaker
 from loragraph.adapters.report import coverage
 from loragraph.errors import AdapterFormatError, AdapterMismatchError, UnsupportedError
-from loragraph.tools.convert.config import AdapterConfig, looks_like_path
-from loragraph.tools.convert.facts import BaseFacts
-from loragraph.tools.convert.modules import Module, modules_of
-from loragraph.tools.convert.names import Names, Part
-from loragraph.tools.convert.pieces import Piece, PieceMaker, VectorPiece
-from loragraph.tools.convert.scale import common_alpha, left_over
-from loragraph.tools.convert.source import AdapterSource
-from loragraph.tools.convert.trained import TrainedMaker
 
 _CACHED_TENSORS = 4  # experts read the same two again and again
 

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD, TargetKind
+from loragraph.adapters.convert.config import AdapterConfig
+from loragraph.adapters.convert.facts import BaseFacts
+from loragraph.adapters.convert.modules import Module
+from loragraph.adapters.convert.names import Names, Part, Place
+from loragraph.adapters.convert.scale import module_scale
 from loragraph.errors import AdapterFormatError, AdapterMismatchError, UnsupportedError
-from loragraph.tools.convert.config import AdapterConfig
-from loragraph.tools.convert.facts import BaseFacts
-from loragraph.tools.convert.modules import Module
-from loragraph.tools.convert.names import Names, Part, Place
-from loragraph.tools.convert.scale import module_scale
 
 Values = NDArray[np.float32]
 Read = Callable[[str], Values]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.adapters.convert.safetensors import MAX_NAME, MAX_TENSORS, StoredTensor
 from loragraph.errors import AdapterFormatError, UnsupportedError
-from loragraph.tools.convert.safetensors import MAX_NAME, MAX_TENSORS, StoredTensor
 
 _MAX_RATIO = 4  # an archive of weights is stored, not compressed
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}

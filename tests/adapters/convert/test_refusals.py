@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from loragraph import LoragraphError, convert
+from loragraph.adapters.convert import plan_conversion
 from loragraph.errors import (
     AdapterFormatError,
     AdapterMismatchError,
     ConfigError,
     UnsupportedError,
 )
-from loragraph.tools.convert import plan_conversion
-from tests.tools.convert.folders import (
+from tests.adapters.convert.folders import (
     N_EMBD,
     N_HEAD,
     N_ROT,

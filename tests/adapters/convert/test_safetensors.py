@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loragraph.errors import AdapterFormatError, LoragraphError, UnsupportedError
-from loragraph.tools.convert.safetensors import (
+from loragraph.adapters.convert.safetensors import (
     _MAX_VALUES,
     MAX_TENSORS,
     read_header,
     read_values,
 )
-from tests.tools.convert.folders import bf16, normal, raw_safetensors, safetensors_bytes
+from loragraph.errors import AdapterFormatError, LoragraphError, UnsupportedError
+from tests.adapters.convert.folders import bf16, normal, raw_safetensors, safetensors_bytes
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loragraph.adapters.convert.pickled import PickledTensors
+from loragraph.adapters.convert.safetensors import StoredTensor, read_header, read_values
 from loragraph.errors import AdapterFormatError, ConfigError, UnsupportedError
-from loragraph.tools.convert.pickled import PickledTensors
-from loragraph.tools.convert.safetensors import StoredTensor, read_header, read_values
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from loragraph import Request, SamplingParams, convert
+from loragraph.adapters.convert import Plan
+from loragraph.adapters.convert.write import OUT_TYPES, OutType
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.graph.arch import FAMILIES
-from loragraph.tools.convert import Plan
-from loragraph.tools.convert.write import OUT_TYPES, OutType
 from tests.numerics.compare import nmse
 from tests.numerics.runs import (
     EXACT,

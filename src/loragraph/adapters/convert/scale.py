@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import regex
 
+from loragraph.adapters.convert.config import AdapterConfig
 from loragraph.errors import AdapterFormatError
-from loragraph.tools.convert.config import AdapterConfig
 
 _MATCH_SECONDS = 0.5  # a pattern comes from a file, and can be made to run for ever
 

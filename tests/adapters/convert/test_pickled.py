@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from loragraph import convert
+from loragraph.adapters.convert import plan_conversion
 from loragraph.errors import AdapterFormatError, UnsupportedError
-from loragraph.tools.convert import plan_conversion
-from tests.tools.convert.folders import layers, lora, peft, write_base
+from tests.adapters.convert.folders import layers, lora, peft, write_base
 
 
 class FakeTorch:

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.base import TargetKind
+from loragraph.adapters.convert.permute import reordered, row_heads
+from loragraph.adapters.convert.pieces import Piece, VectorPiece
+from loragraph.adapters.convert.plan import Plan, PlannedTarget
 from loragraph.errors import AdapterFormatError
-from loragraph.tools.convert.permute import reordered, row_heads
-from loragraph.tools.convert.pieces import Piece, VectorPiece
-from loragraph.tools.convert.plan import Plan, PlannedTarget
 
 Values = NDArray[np.float32]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loragraph.adapters.convert.config import AdapterConfig
+from loragraph.adapters.convert.names import Named, Part, take_apart
+from loragraph.adapters.convert.safetensors import StoredTensor
 from loragraph.errors import AdapterFormatError, UnsupportedError
-from loragraph.tools.convert.config import AdapterConfig
-from loragraph.tools.convert.names import Named, Part, take_apart
-from loragraph.tools.convert.safetensors import StoredTensor
 
 _HALVES = {
     Part.A: Part.B,
