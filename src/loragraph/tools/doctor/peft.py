@@ -19,7 +19,7 @@ from loragraph.adapters.base import TOKEN_EMBD, BaseInfo
 from loragraph.adapters.convert import convert
 from loragraph.adapters.gguf import read_adapter
 from loragraph.adapters.report import target_class
-from loragraph.adapters.vectors import BaseRows
+from loragraph.adapters.vectors import BaseRows, RowVectors
 from loragraph.ggml.lib import Library
 from loragraph.tools.deltas import Term, Use, delta_of
 from loragraph.tools.doctor.report import Diagnosis
@@ -144,3 +144,25 @@ def _compare_facts(adapter: Adapter, trained: Adapter, found: Diagnosis) -> None
             "peft",
             f"{len(lost)} trained magnitudes or biases are not in the file: {lost[0]}",
         )
+    unlike = [
+        target
+        for target in sorted(trained.vectors.keys() & adapter.vectors.keys())
+        if not _same_vectors(adapter.vectors[target], trained.vectors[target])
+    ]
+    if unlike:
+        found.add(
+            "problem",
+            "peft",
+            f"{len(unlike)} targets have other magnitudes or biases than were trained: {unlike[0]}",
+        )
+
+
+def _same_vectors(ours: RowVectors, theirs: RowVectors) -> bool:
+    """Whether magnitudes and biases, each at its scale, are the trained ones."""
+    pairs = ((ours.magnitude, theirs.magnitude), (ours.shift, theirs.shift))
+    for one, other in pairs:
+        if other is None:
+            continue
+        if one is None or np.linalg.norm(one - other) > SAME_RATIO * np.linalg.norm(other):
+            return False
+    return True
