@@ -89,13 +89,14 @@ def _check(parts: Sequence[_Part]) -> None:
 
 
 def _vectors(parts: Sequence[_Part]) -> dict[str, RowVectors]:
-    """Gains and shifts of the sum: each adapter's times its user scale."""
+    """Gains, shifts and changes of norms of the sum: each adapter's times its user scale."""
     found: dict[str, RowVectors] = {}
     for target in sorted({target for part in parts for target in part.adapter.vectors}):
         having = [part for part in parts if target in part.adapter.vectors]
         found[target] = RowVectors(
             gain=_weighted((part.scale, part.adapter.vectors[target].gain) for part in having),
             shift=_weighted((part.scale, part.adapter.vectors[target].shift) for part in having),
+            delta=_weighted((part.scale, part.adapter.vectors[target].delta) for part in having),
         )
     return found
 
@@ -211,4 +212,7 @@ def _report(parts: Sequence[_Part], pairs: Mapping[str, LoraPair], nbytes: int) 
         n_params=sum(math.prod(half.ne) for pair in pairs.values() for half in (pair.a, pair.b)),
         base_params=largest.base_params,
         nbytes=nbytes,
+        alone=tuple(
+            sorted({target for part in parts for target in part.adapter.alone} - pairs.keys())
+        ),
     )
