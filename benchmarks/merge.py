@@ -50,7 +50,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, help="a GGUF model")
-    parser.add_argument("--types", nargs="+", default=["F16", "Q8_0", "Q4_0", "Q4_K_M"])
+    parser.add_argument("--types", nargs="+", default=["Q4_1", "Q4_0", "Q8_0", "F16", "Q4_K_M"])
     parser.add_argument("--cache", type=Path, default=default_cache())
     parser.add_argument("--out", type=Path, help="folder to write to (default: the system's)")
     parser.add_argument("--threads", type=int)
@@ -72,6 +72,9 @@ def _line(
     seconds: dict[str, list[float]] = {"copy": [], "convert": [], "merge": []}
     peaks = []
     for _ in range(rounds):
+        # Neither replaces a file: the memory of what is replaced would serve one of the two alone.
+        for file_name in ("copy.gguf", "merged.gguf"):
+            (folder / file_name).unlink(missing_ok=True)
         seconds["copy"].append(_timed(lambda: _copy(path, folder / "copy.gguf")))
         seconds["convert"].append(_timed(lambda: _convert(lib, infos, n_threads)))
         took, peak = _merge(path, adapter, folder / "merged.gguf", n_threads)

@@ -36,6 +36,7 @@ from benchmarks.soak import rss_kib
 from loragraph.engine.engine import Engine
 from loragraph.server.app import create_app
 from loragraph.server.config import ServerConfig
+from loragraph.server.protocol import StreamProtocol
 from loragraph.server.state import ServerState
 
 BOUND = 0.01  # of one logit; quantised bases have larger ones, see --bound
@@ -50,7 +51,9 @@ def listening(engine: Engine) -> Iterator[tuple[int, ServerState]]:
     app = create_app(engine, ServerConfig(with_page=False))
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    settings = uvicorn.Config(
+        app, http=StreamProtocol, log_level="warning", timeout_graceful_shutdown=5
+    )
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, args=([sock],), name="server")
     thread.start()

@@ -160,6 +160,25 @@ def test_choices_share_the_prompts_logprobs(engine: Engine) -> None:
     assert [one.n_cached for one in result.choices] == [0, 39, 39]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_the_first_event_has_those_of_the_prompt(engine: Engine, max_tokens: int) -> None:
+    """Though other choices find the prompt in the tree, and so have their first token earlier."""
+    params = SamplingParams(seed=3, max_tokens=max_tokens, ignore_eos=True)
+    engine.run(Request(PROMPT, params=params))
+    with engine.stream(PROMPT, params, n=3, prompt_logprobs=1) as stream:
+        events = list(stream)
+    expected = stream.result.prompt_logprobs
+
+    assert events[0].index == 0
+    assert events[0].prompt_logprobs == expected
+    assert expected is not None
+    assert all(event.prompt_logprobs is None for event in events[1:])
+    for choice in stream.result.choices:
+        own = [event for event in events if event.index == choice.index]
+        assert "".join(event.piece for event in own) == choice.text
+        assert [event.finish_reason is None for event in own].index(False) == len(own) - 1
+
+
 def test_a_prompt_of_one_token(engine: Engine) -> None:
     """Has no log-probability to tell."""
     result = engine.run(Request([5], params=GREEDY, prompt_logprobs=1))

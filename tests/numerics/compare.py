@@ -30,6 +30,21 @@ def max_abs(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     return float(np.abs(a - e).max()) if np.isfinite(a).all() else float("inf")
 
 
+WORSE = 1.15
+"""A quantised base's allowed distance to float64, in libllama's own."""
+
+
+def as_near(actual: npt.ArrayLike, other: npt.ArrayLike, exact: npt.ArrayLike) -> bool:
+    """Whether `actual` is as near to the float64 numbers `exact` as `other`, and not far from it.
+
+    For bases that round their activations: sums in another order flip roundings, how many depends
+    on the processor, and one flip in an early layer moves all that follows. It cannot do more than
+    the roundings themselves do, which is the distance of `other` to `exact`.
+    """
+    distance = nmse(other, exact)
+    return nmse(actual, exact) <= WORSE * distance and nmse(actual, other) <= distance
+
+
 def top_two_gap(logits: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Distance (n,) between the two largest logits of each row (n, n_vocab)."""
     rows = np.asarray(logits, dtype=np.float64)

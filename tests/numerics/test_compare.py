@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.numerics.compare import greedy_agreement, max_abs, nmse, top_two_gap
+from tests.numerics.compare import as_near, greedy_agreement, max_abs, nmse, top_two_gap
 
 
 def test_nmse_is_relative_to_the_expected_values() -> None:
@@ -25,6 +25,16 @@ def test_values_that_are_no_numbers_never_pass() -> None:
 
 
 LOGITS = np.array([[0.0, 5.0, 1.0], [3.0, 0.0, 0.0], [2.0, 1.9, 0.0], [0.0, 0.0, 9.0]])
+
+
+def test_as_near_wants_both_the_distance_and_the_neighbourhood() -> None:
+    exact = np.array([1.0, 1.0])
+    other = np.array([1.1, 1.0])
+    assert as_near([1.0, 1.1], [1.1, 1.1], exact)
+    assert as_near(other, other, exact)
+    assert not as_near([1.12, 1.0], other, exact)  # 1.44 times as far
+    assert not as_near([0.95, 0.95], other, exact)  # nearer, but further from `other` than it is
+    assert not as_near([np.nan, 1.0], other, exact)
 
 
 def test_top_two_gap() -> None:

@@ -18,7 +18,7 @@ from loragraph.adapters.mix import EMPTY_MIX, Mix
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
 from loragraph.graph.batch import Batch
-from tests.numerics.compare import nmse
+from tests.numerics.compare import as_near, nmse
 from tests.numerics.runs import (
     EXACT,
     LOWERINGS,
@@ -107,7 +107,10 @@ def same_bits(model: TinyModel, mode: str, lowering: LoweringName, scales: Scale
 @pytest.mark.parametrize("mode", MODES)
 def test_agrees_with_libllama(mode: str, model: TinyModel, tmp_path: Path) -> None:
     """Base, one adapter of every matrix, and two: with the order of operations equal the bits are,
-    otherwise the logits are within the bound, in every lowering."""
+    otherwise the logits are within the bound, in every lowering.
+
+    Quantised experts miss the bound of F16 cells on some processors (gpt-oss in MXFP4 on one with
+    AVX2: 1.4e-6)."""
     files = Files(tmp_path, model, seen_by_libllama(model))
     expected = libllama_logits(files.base, files.adapters, CASES, TOKENS, MODES[mode])
     for lowering in LOWERINGS:
@@ -118,7 +121,14 @@ def test_agrees_with_libllama(mode: str, model: TinyModel, tmp_path: Path) -> No
             half = DEEP_BOUND if model.n_layer > 20 else HALF_BOUND
             bound = EXACT_BOUND if mode == "exact" else half
             allowed = 0 if same_bits(model, mode, lowering, scales) else bound
-            assert nmse(actual[scales], expected[scales]) <= allowed, (lowering, scales)
+            if nmse(actual[scales], expected[scales]) <= allowed:
+                continue
+            assert allowed, (lowering, scales)
+            assert model.types, (lowering, scales)
+            assert mode == "default", (lowering, scales)
+            active = list(zip(files.arrays, scales, strict=True))
+            exact = ReferenceExperts.read(files.base, 256).logits(TOKENS, active)
+            assert as_near(actual[scales], expected[scales], exact), (lowering, scales)
     assert nmse(expected[CASES[1]], expected[CASES[0]]) > 1e-3
 
 

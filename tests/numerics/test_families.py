@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType as GGMLType
 
 from loragraph.engine.model import Model
-from tests.numerics.compare import nmse
+from tests.numerics.compare import as_near, nmse
 from tests.numerics.runs import (
     EXACT,
     LOWERINGS,
@@ -149,7 +149,10 @@ TYPES: dict[str, tuple[float, float]] = {
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("arch", TINY_FAMILIES)
 def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None:
-    """Half-precision and quantised bases, repacked where they can be."""
+    """Half-precision and quantised bases, repacked where they can be.
+
+    A quantised base misses its bound on some processors (smollm3 in Q4_K on one with AVX2: 3.6e-4).
+    """
     model = TINY_FAMILIES[arch](
         n_embd=256, n_head=4, head_dim=64, n_ff=256, weight_type=GGMLType[type]
     )
@@ -162,4 +165,10 @@ def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None
             one = lowering == "branch" and not scales[1]
             same_order = one or (not any(scales) and same_base(lowering, type))
             allowed = 0 if same_order else TYPES[type][arch.startswith("gemma")]
-            assert nmse(actual[scales], expected[scales]) <= allowed, (lowering, scales)
+            if nmse(actual[scales], expected[scales]) <= allowed:
+                continue
+            assert not same_order, (lowering, scales)
+            assert type != "F16", (lowering, scales)
+            active = list(zip(files.arrays, scales, strict=True))
+            exact = ReferenceFamily.read(files.base, N_CTX).logits(tokens, active)
+            assert as_near(actual[scales], expected[scales], exact), (lowering, scales)

@@ -18,6 +18,7 @@ from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.server.app import create_app
 from loragraph.server.config import ServerConfig
+from loragraph.server.protocol import StreamProtocol
 from loragraph.server.state import ServerState
 from tests.tiny import TinyAdapter, TinyLlama
 
@@ -73,7 +74,9 @@ def listening(app: Any) -> Iterator[tuple[str, Any]]:
     """Runs an application in a thread; its URL."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    settings = uvicorn.Config(
+        app, http=StreamProtocol, log_level="warning", timeout_graceful_shutdown=5
+    )
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, args=([sock],), name="server", daemon=True)
     thread.start()

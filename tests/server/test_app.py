@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import httpx2 as httpx
 import pytest
+
+from loragraph.server.gate import api_key, request_id, require_admin
+from loragraph.server.state import server_state
 
 
 def test_health(http: httpx.Client) -> None:
@@ -19,3 +25,9 @@ def test_what_does_not_exist_is_404_in_the_shape_of_errors(http: httpx.Client, p
     assert error["code"] == 404
     assert error["type"] == "not_found_error"
     assert error["message"]
+
+
+@pytest.mark.parametrize("dependency", [server_state, request_id, api_key, require_admin])
+def test_no_dependency_takes_a_thread(dependency: Any) -> None:
+    """FastAPI has a thread do what is not async, which costs more than all else of a request."""
+    assert inspect.iscoroutinefunction(dependency)

@@ -106,7 +106,6 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
         (TEXT, {"prompt": "a", "best_of": 3, "stream": True}, "best_of"),
         (TEXT, {"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
-        (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream"),
         (TEXT, {"prompt": "a", "stop_token_ids": [-5]}, "stop_token_ids.0"),
         (TEXT, {"prompt": "a", "min_tokens": 9, "max_tokens": 2}, "min_tokens"),
         (TEXT, {"prompt": "a", "cache_salt": 3}, "cache_salt"),

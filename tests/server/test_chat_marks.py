@@ -16,7 +16,8 @@ from loragraph.server.mixes import RequestMix
 from loragraph.server.openai import chat
 from loragraph.server.openai.fields import ChatBody
 from loragraph.server.runs import Run
-from loragraph.server.tools import MistralCalls, ToolCall
+from loragraph.server.tool_deltas import CallDeltas
+from loragraph.server.tools import MistralCalls, ToolParser
 from tests.server.serving import Served, serving, write_files
 from tests.tiny import TinyLlama
 from tests.tiny_vocab import spm_metadata
@@ -50,7 +51,18 @@ def job(served: Served) -> chat._Chat:
     request = Request([5], {}, SamplingParams())
     run = Run(served.state, request, RequestMix("base", {}), "req-1", "chat")
     marks = chat._marks(served.state, TEMPLATE)
-    return chat._Chat(served.state, body, run, lambda: MistralCalls(frozenset({"now"})), marks)
+    names = frozenset({"now"})
+
+    def new_parser() -> ToolParser:
+        return MistralCalls(names, CallDeltas(names, chat._n_most_calls(body)))
+
+    return chat._Chat(served.state, body, run, new_parser, marks)
+
+
+def entries_of(job: chat._Chat, events: list[Event]) -> list[dict[str, Any]]:
+    """What a stream of these events has in its `choices`."""
+    deltas = chat._ChoiceDeltas(job, 0, sse.Chunks(job.head))
+    return [fields["choices"][0] for event in events for fields in deltas.of(event)]
 
 
 def test_marks_are_control_tokens_of_the_template(job: chat._Chat) -> None:
@@ -60,15 +72,15 @@ def test_marks_are_control_tokens_of_the_template(job: chat._Chat) -> None:
 
 def test_a_stream_with_a_control_token_as_mark(job: chat._Chat) -> None:
     """The mark's event has no text, and yet the call is found."""
-    deltas = chat._ChoiceDeltas(job, 0, sse.Chunks(job.head))
     pieces = [(" Yes.", 50), ("", MARK), (CALL[:9], 51), (CALL[9:], 52)]
-    entries = [e for piece, token in pieces for e in deltas.of(Event(0, piece, token))]
-    entries += deltas.of(Event(0, "", 2, "stop"))
+    events = [Event(0, piece, token) for piece, token in pieces]
+    entries = entries_of(job, [*events, Event(0, "", 2, "stop")])
 
     texts = "".join(entry["delta"].get("content", "") for entry in entries)
     calls = [call for entry in entries for call in entry["delta"].get("tool_calls", [])]
     assert texts == " Yes."
-    assert [call["function"]["name"] for call in calls] == ["now"]
+    assert [call["function"].get("name") for call in calls] == ["now", None]
+    assert [call["function"]["arguments"] for call in calls] == ["", "{}"]
     assert entries[-1]["finish_reason"] == "tool_calls"
 
 
@@ -94,12 +106,13 @@ def test_one_call_where_parallel_calls_are_refused(job: chat._Chat) -> None:
     """parallel_tool_calls false: the first call counts, in a stream as in a whole answer."""
     job.body.parallel_tool_calls = False
     two = CALL[:-1] + "," + CALL[1:]
-    deltas = chat._ChoiceDeltas(job, 0, sse.Chunks(job.head))
+    vocab = job.state.engine.model.vocab
+    tokens = (MARK, *vocab.tokenize(two, add_special=False))
 
-    events = [Event(0, "", MARK), Event(0, two, 50, "stop")]
-    entries = [entry for event in events for entry in deltas.of(event)]
-    whole = job.allowed([ToolCall("now", "{}", "1"), ToolCall("now", "{}", "2")])
+    entries = entries_of(job, [Event(0, "", MARK), Event(0, two, 50, "stop")])
+    whole = chat._choice(job, Choice(0, two, tokens, "stop", None, 1, 0))
 
     calls = [call for entry in entries for call in entry["delta"].get("tool_calls", [])]
-    assert len(calls) == 1
-    assert [call.id for call in whole] == ["1"]
+    assert {call["index"] for call in calls} == {0}
+    assert "".join(call["function"]["arguments"] for call in calls) == "{}"
+    assert len(whole["message"]["tool_calls"]) == 1

@@ -329,6 +329,17 @@ def tools_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.Op
         yield client
 
 
+def streamed_calls(chunks: list[Any]) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in a stream, put together as OpenAI's clients do."""
+    calls: dict[int, list[str]] = {}
+    for one in (one for c in chunks for one in c.choices[0].delta.tool_calls or ()):
+        assert (one.id is not None) == (one.index not in calls)
+        call = calls.setdefault(one.index, [one.function.name, ""])
+        call[1] += one.function.arguments
+    assert list(calls) == list(range(len(calls)))
+    return [(name, arguments) for name, arguments in calls.values()]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_forced_calls(tools_client: openai.OpenAI, choice: Any) -> None:
     """tool_choice forces calls of the tools, with arguments by their schemas; streamed too."""
@@ -348,11 +359,9 @@ def test_forced_calls(tools_client: openai.OpenAI, choice: Any) -> None:
             assert (call.function.name, arguments) == ("now", {})
     if choice != "required":
         assert [call.function.name for call in message.tool_calls] == ["add"]
-    deltas = [one for c in chunks for one in c.choices[0].delta.tool_calls or ()]
-    assert [(d.function.name, d.function.arguments) for d in deltas] == [
+    assert streamed_calls(chunks) == [
         (call.function.name, call.function.arguments) for call in message.tool_calls
     ]
-    assert [d.index for d in deltas] == list(range(len(deltas)))
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
@@ -370,6 +379,7 @@ def test_calls_written_by_the_model(tools_client: openai.OpenAI) -> None:
     assert [call.function.name for call in whole.message.tool_calls] == ["now"]
     shown = "".join(c.choices[0].delta.content or "" for c in chunks)
     assert shown == "Well."
+    assert streamed_calls(chunks) == [("now", "{}")]
     assert none.message.content == text
     assert none.finish_reason == "stop"
 

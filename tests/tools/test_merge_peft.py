@@ -77,8 +77,8 @@ def test_resize_keeps_vectors(tmp_path: Path) -> None:
         assert nmse(logits, expected(name)[0]) <= BOUND
 
 
-def test_combine_carries_biases_and_refuses_magnitudes(tmp_path: Path) -> None:
-    """A bias is summed with its scale; a magnitude has no place beside another adapter."""
+def test_combine_carries_biases_and_magnitudes(tmp_path: Path) -> None:
+    """A bias is summed with its scale; a DoRA alone still gives PEFT's logits."""
     bias, _ = converted("lora_bias", tmp_path)
     dora, _ = converted("dora", tmp_path)
     combine_files({bias: 0.5}, tmp_path / "c.gguf")
@@ -90,8 +90,12 @@ def test_combine_carries_biases_and_refuses_magnitudes(tmp_path: Path) -> None:
         for path, scale in ((bias, 0.5), (tmp_path / "c.gguf", 1.0))
     )
     assert nmse(combined, half) <= BOUND
-    with pytest.raises(UnsupportedError, match="DoRA"):
-        combine_files({dora: 1.0}, tmp_path / "d.gguf")
+    combine_files({dora: 1.0}, tmp_path / "d.gguf")
+    prompt = ABOUT["dora"]["prompts"][0]
+    logits = loragraph_logits(
+        base_of("dora"), [tmp_path / "d.gguf"], [(1.0,)], prompt, EXACT, lowering="routed"
+    )[(1.0,)]
+    assert nmse(logits, expected("dora")[0]) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["norms", "ln_tuning", "qwen2_bias_alone"])

@@ -2,15 +2,21 @@
 
 Semantics: sum_i s_i B_i A_i = [s_1 B_1 | s_2 B_2 | ...] [A_1; A_2; ...], so the ranks add up and no
 cross terms come in. The scales s_i (user scale, alpha and rank) go into B; the new adapter has no
-alpha. Lookups: the same with A [rank, n_vocab] and B [rank, n_embd]. Row vectors (DoRA, biases) are
-linear in the user scales, so they are summed; a DoRA row's factor goes into B.
+alpha. Lookups: the same with A [rank, n_vocab] and B [rank, n_embd]. Biases are summed with their
+scales.
+
+DoRA alone on a target, at user scale 1, stays what it is: its magnitude m is carried. All else of
+it is m' = m / ||W + s B A||, a norm of base and adapter together, one for each adapter: several on
+one target (or one at another scale, or beside a plain pair) add sum_i u_i (m'_i - 1) W x, which is
+as high in rank as W, and no B A of their ranks holds it. So their sum needs the base: where it is
+known, in an engine, the gains m' - 1 are summed and the rows' factors m' go into B, exactly.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +26,7 @@ from loragraph.adapters.base import TOKEN_EMBD, Shape
 from loragraph.adapters.mix import Mix
 from loragraph.adapters.report import LoadReport
 from loragraph.adapters.vectors import RowVectors
-from loragraph.errors import InvalidRequestError
+from loragraph.errors import InvalidRequestError, UnsupportedError
 from loragraph.ggml.handles import BF16, F16, F32
 
 _RAW = {F32: np.uint32, F16: np.uint16, BF16: np.uint16}  # types that join value by value
@@ -46,7 +52,8 @@ def combine(mix: Mix) -> Adapter:
 
     A half keeps its type where all have the same one of F32, F16 and BF16, and B only where every
     scale is 1; else it becomes F32. InvalidRequestError for an empty mix, for adapters with unlike
-    invocation tokens, and for unlike `tied_output`.
+    invocation tokens, and for unlike `tied_output`; UnsupportedError for DoRA that was read without
+    its base and is not alone on a target, at scale 1.
     """
     parts = [_Part(adapter, scale) for adapter, scale in mix]
     _check(parts)
@@ -89,16 +96,43 @@ def _check(parts: Sequence[_Part]) -> None:
 
 
 def _vectors(parts: Sequence[_Part]) -> dict[str, RowVectors]:
-    """Gains, shifts and changes of norms of the sum: each adapter's times its user scale."""
+    """Gains, shifts and norms' changes of the sum, each adapter's times its user scale; a lone DoRA
+    as it is."""
     found: dict[str, RowVectors] = {}
     for target in sorted({target for part in parts for target in part.adapter.vectors}):
         having = [part for part in parts if target in part.adapter.vectors]
+        weighted = [(part.scale, part.adapter.vectors[target]) for part in having]
+        shift = _weighted((scale, vectors.shift) for scale, vectors in weighted)
+        if _stays_dora(parts, target):
+            (alone,) = _having(parts, target)
+            found[target] = replace(alone.adapter.vectors[target], bias=None, shift=shift)
+            continue
+        if not all(vectors.ready for _, vectors in weighted):
+            raise _needs_base(target)
         found[target] = RowVectors(
-            gain=_weighted((part.scale, part.adapter.vectors[target].gain) for part in having),
-            shift=_weighted((part.scale, part.adapter.vectors[target].shift) for part in having),
-            delta=_weighted((part.scale, part.adapter.vectors[target].delta) for part in having),
+            gain=_weighted((scale, vectors.gain) for scale, vectors in weighted),
+            shift=shift,
+            delta=_weighted((scale, vectors.delta) for scale, vectors in weighted),
         )
     return found
+
+
+def _stays_dora(parts: Sequence[_Part], target: str) -> bool:
+    """Whether one adapter alone changes the target, at scale 1, and has a magnitude for it."""
+    having = _having(parts, target)
+    if len(having) != 1 or having[0].scale != 1:
+        return False
+    vectors = having[0].adapter.vectors.get(target)
+    return vectors is not None and vectors.magnitude is not None
+
+
+def _needs_base(target: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{target}: expected DoRA to be alone on its target, at scale 1, got more: its change is "
+        "relative to the length of the base's rows, which only the base tells",
+        what="combining DoRA without the base",
+        hint="give the base, mix them at run time, or merge them into it",
+    )
 
 
 def _weighted(
@@ -130,7 +164,8 @@ def _joined_b(target: str, parts: Sequence[_Part]) -> _Half:
     halves = [(part.adapter, part.adapter.pairs[target].b) for part in parts]
     axis = _rank_axis(target, is_b=True)
     scales = [part.adapter.effective_scale(target, part.scale) for part in parts]
-    rows = [_row_factors(part.adapter, target) for part in parts]
+    carried = _stays_dora(parts, target)
+    rows = [None if carried else _row_factors(part.adapter, target) for part in parts]
     plain = all(scale == 1 for scale in scales) and all(one is None for one in rows)
     if _same_raw_type(tensor for _, tensor in halves) and plain:
         return _half(halves[0][1].type, [_raw(*half) for half in halves], axis)

@@ -118,8 +118,8 @@ def _wrong_size(
 
 def bias_in_range(draft: Draft, tensor: TensorInfo, data: Bytes) -> Problems:
     """A bias times alpha / rank is finite."""
-    pair = next((pair for pair in draft.pairs.values() if pair.bias is tensor), None)
-    if pair is None or pair.b is None:
+    pair = draft.pairs.get(tensor.name.rpartition(".")[0])
+    if pair is None or pair.bias is not tensor or pair.b is None:
         return
     scale = np.float32(scale_of(draft.alpha, pair.b.ne[0], 1.0))
     with np.errstate(over="ignore", invalid="ignore"):

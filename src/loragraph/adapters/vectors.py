@@ -83,9 +83,7 @@ def resolved(
     shift = None if bias is None else np.float32(scale) * bias
     if magnitude is None or base is None:
         return RowVectors(magnitude, bias, shift=shift)
-    norms = (
-        _table_norms(base, target, a, b, scale) if is_table else _norms(base, target, a, b, scale)
-    )
+    norms = row_lengths(base, target, a, b, scale, is_table=is_table)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = magnitude / norms
         gain = (ratio - 1).astype(np.float32)
@@ -96,6 +94,15 @@ def resolved(
             hint="was it made for another base model?",
         )
     return RowVectors(magnitude, bias, gain, ratio.astype(np.float32), shift)
+
+
+def row_lengths(
+    base: BaseRows, target: str, a: Values, b: Values, scale: float, *, is_table: bool
+) -> NDArray[np.float64]:
+    """||W + s B A|| of each row, (n_out,) f64; of the table of each column, (n_embd,)."""
+    if is_table:
+        return _table_norms(base, target, a, b, scale)
+    return _norms(base, target, a, b, scale)
 
 
 def _norms(base: BaseRows, target: str, a: Values, b: Values, scale: float) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from loragraph.cli import options
 from loragraph.cli.flags import in_flags
 from loragraph.cli.library import ggml_folder
 from loragraph.cli.merge import AsJson, Threads
+from loragraph.cli.progress import error_console, step_progress
 from loragraph.tools.doctor import Diagnosis, diagnose
 from loragraph.tools.doctor.text import read_text
 
@@ -41,17 +42,19 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check ADAPTER on BASE; exit status 1 where something is wrong with it."""
-    found = diagnose(
-        base,
-        adapter,
-        peft=peft,
-        text=None if text is None else read_text(text),
-        f16_base=f16_base,
-        ignore_norm=ignore_norm,
-        tied_output=tied_output,
-        n_threads=threads,
-        ggml_folder=ggml_folder(),
-    )
+    with step_progress(error_console(), quiet=as_json) as progress:
+        found = diagnose(
+            base,
+            adapter,
+            peft=peft,
+            text=None if text is None else read_text(text),
+            f16_base=f16_base,
+            ignore_norm=ignore_norm,
+            tied_output=tied_output,
+            n_threads=threads,
+            ggml_folder=ggml_folder(),
+            progress=progress,
+        )
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -14,6 +14,7 @@ from rich.progress import (
     DownloadColumn,
     Progress,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -40,6 +41,25 @@ def file_progress(console: Console, title: str) -> Iterator[Callable[[int, int],
     ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def step_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A function that takes (step, done, in all) and shows the step, a bar and its time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as bar:
+
+        def show(step: str, done: int, total: int) -> None:
+            if not bar.tasks or bar.tasks[0].description != step:
+                for task_id in bar.task_ids:
+                    bar.remove_task(task_id)
+                # One part would stand at nothing until it jumps: without a total the bar pulses.
+                bar.add_task(step, total=total if total > 1 else None)
+            bar.update(bar.task_ids[0], completed=done)
+
+        yield show
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from loragraph.engine.model import Model
 from loragraph.errors import ConfigError, LoragraphError
 from loragraph.server.app import create_app
 from loragraph.server.config import ServerConfig
+from loragraph.server.protocol import StreamProtocol
 from loragraph.server.state import ServerState
 
 _LAST_WORDS_S = 5
@@ -196,6 +197,7 @@ def _uvicorn_config(plan: Plan, app: FastAPI) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
         app,
+        http=StreamProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

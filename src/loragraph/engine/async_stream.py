@@ -109,15 +109,28 @@ class AsyncStream:
 
     async def batch(self) -> list[Event]:
         """One of batches(); empty after the last."""
-        if not await self._has_unread():
-            return []
-        events = list(self._unread)
-        self._unread.clear()
-        return events
+        if self._unread:
+            events = list(self._unread)
+            self._unread.clear()
+            return events
+        while not self._ended:
+            try:
+                outcomes = await self._mailbox.take()
+            except BaseException:  # the task was cancelled
+                self.close()
+                raise
+            events = self._noted(outcomes)
+            if events:
+                return events
+        if self._error is not None:
+            raise self._error
+        return []
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        while await self._has_unread():
-            yield self._unread.popleft()
+        while events := await self.batch():
+            self._unread.extend(events)  # whoever stops between two of them finds the others
+            while self._unread:
+                yield self._unread.popleft()
 
     async def wait(self) -> Result:
         """Reads all events there are to come, and gives the result."""
@@ -141,26 +154,17 @@ class AsyncStream:
             self._ended = True
             self._cancel()
 
-    async def _has_unread(self) -> bool:
-        """Waits until there is an event; False after the last one, or the error in its place."""
-        while not self._unread and not self._ended:
-            try:
-                outcomes = await self._mailbox.take()
-            except BaseException:  # the task was cancelled
-                self.close()
-                raise
-            last = outcomes[-1]  # nothing comes after what is no event
-            if not isinstance(last, Event):
-                outcomes.pop()
-                self._ended = True
-                if isinstance(last, LoragraphError):
-                    self._error = last
-                else:
-                    self._answer = last
-            self._unread.extend(cast(list[Event], outcomes))
-        if not self._unread and self._error is not None:
-            raise self._error
-        return bool(self._unread)
+    def _noted(self, outcomes: list[Outcome]) -> list[Event]:
+        """The events among them; nothing comes after what is no event."""
+        last = outcomes[-1]
+        if not isinstance(last, Event):
+            outcomes.pop()
+            self._ended = True
+            if isinstance(last, LoragraphError):
+                self._error = last
+            else:
+                self._answer = last
+        return cast(list[Event], outcomes)
 
     def _known_answer(self) -> Answer:
         if self._error is not None:

@@ -16,6 +16,9 @@ _UNDERFLOW = 87.0  # exp(-88) is no normal float32; libllama's logarithms would 
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
 
+Left = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""Token ids (n,) i64 and the logarithms of their probabilities (n,) f64, the best first."""
+
 
 class Candidates:
     """A `llama_token_data_array` over numpy memory, (n,) of (id, logit, p)."""
@@ -42,6 +45,17 @@ class Candidates:
         if not 0 <= index < int(self.ptr.size):
             raise BackendError("libllama's sampler chain chose no candidate")
         return int(self.ptr.data[index].id)  # a filter may move the beginning: not `self.data`
+
+    def left(self) -> Left:
+        """What filters have left, after the temperature."""
+        n = int(self.ptr.size)
+        memory = self._lib.ffi.buffer(self.ptr.data, n * _CANDIDATE.itemsize)
+        data = np.frombuffer(memory, _CANDIDATE)
+        data = data[np.argsort(-data["logit"], kind="stable")]
+        logits = data["logit"].astype(np.float64)
+        n = int(np.count_nonzero(logits > -np.inf))
+        logits = logits[:n] - logits[0]
+        return data["id"][:n].astype(np.int64), logits - math.log(np.exp(logits).sum())
 
     def drop_forbidden(self, window: float) -> None:
         """Leaves out logits of -inf, and those more than `window` below the best."""

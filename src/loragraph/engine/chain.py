@@ -113,22 +113,22 @@ def _chain(lib: Library, parts: _Parts) -> Chain:
 
 
 def _cuts(lib: Library, params: SamplingParams) -> _Parts:
-    c = lib.c
+    c, n = lib.c, params.min_keep
     return [
-        (params.typical_p < 1, lambda: c.llama_sampler_init_typical(params.typical_p, 0)),
-        (params.top_p < 1, lambda: c.llama_sampler_init_top_p(params.top_p, 0)),
+        (params.typical_p < 1, lambda: c.llama_sampler_init_typical(params.typical_p, n)),
+        (params.top_p < 1, lambda: c.llama_sampler_init_top_p(params.top_p, n)),
     ]
 
 
 def _changes(lib: Library, params: SamplingParams, seed: int) -> _Parts:
-    c = lib.c
+    c, n = lib.c, params.min_keep
     probability, threshold = params.xtc_probability, params.xtc_threshold
     temperature, delta = params.temperature, params.dynatemp_range
     return [
-        (params.min_p > 0, lambda: c.llama_sampler_init_min_p(params.min_p, 0)),
+        (params.min_p > 0, lambda: c.llama_sampler_init_min_p(params.min_p, n)),
         (
             has_xtc(params),
-            lambda: c.llama_sampler_init_xtc(probability, threshold, 0, seed),
+            lambda: c.llama_sampler_init_xtc(probability, threshold, n, seed),
         ),
         (
             True,

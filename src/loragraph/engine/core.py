@@ -52,8 +52,12 @@ class EngineCore:
         clock: Callable[[], float],
         max_waiting: int = 1024,
         check_files: Callable[[], None] = lambda: None,
+        n_threads: int = 1,
     ) -> None:
-        """`check_files` raises, before a step, where the mapped model cannot be read any more."""
+        """`check_files` raises, before a step, where the mapped model cannot be read any more.
+
+        `n_threads` sample.
+        """
         self.scheduler = Scheduler(config)
         self.residency = residency
         self.holds = Holds(residency)
@@ -67,7 +71,7 @@ class EngineCore:
         self._closed: LoragraphError | None = None
         self._ids = itertools.count()
         self.seats = Seats(config.max_sequences)
-        self.outputs = StepOutputs(self.scheduler, texts, self.stats, clock)
+        self.outputs = StepOutputs(self.scheduler, texts, self.stats, clock, n_threads)
 
     @property
     def jobs(self) -> Iterator[Job]:
@@ -188,6 +192,7 @@ class EngineCore:
         for job in list(self.jobs):
             self._fail(job, error)
         self.holds.close(error)
+        self.outputs.close()
 
     def _expire(self) -> None:
         now = self._clock()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.engine import chain
-from loragraph.engine.candidates import Candidates
+from loragraph.engine.candidates import Candidates, Left
 from loragraph.engine.chain import Chain
 from loragraph.engine.params import SamplingParams
 from loragraph.ggml.lib import Library
@@ -104,9 +104,11 @@ class RowDraw:
             for value in (params.top_p, params.min_p, params.typical_p, params.temperature)
         )
         self._min_p_below = np.float32(math.log(self._min_p) if self._min_p > 0 else LOWEST)
+        self._last: Candidates | None = None  # of the last draw, if libllama's filters made them
         # what wants an array of all that is left
         self._lists = chain.has_xtc(params) or params.dynatemp_range > 0
         self._lists |= self._typical_p < 1 and (self._top_p < 1 or self._min_p > 0)
+        self._lists |= params.min_keep > 1
 
     def among(self, candidates: Candidates) -> int:
         """One of the candidates, after typical, top-p, min-p, XTC and temperature."""
@@ -115,9 +117,12 @@ class RowDraw:
 
     def of_row(self, logits: Logits, row: LogitRow) -> int:
         """One token of `logits` (n,) f32, which `row` has read; some of them is above -inf."""
+        self._last = None
         if row.max == HIGHEST:  # a bias has overflowed
             return row.best
         lo = sigma_bound(row, self._params.top_n_sigma)
+        if self._params.min_keep > 1:  # bounds know no counts
+            return self._listed(logits, lo)
         if self._top_p < 1 and self._typical_p >= 1:
             few = self._nucleus(logits, row, lo)
             if few is not None:
@@ -133,8 +138,19 @@ class RowDraw:
             return self._typical(logits, row, lo)
         return self._drawn(row, lo)
 
+    def left_of_row(self, logits: Logits, row: LogitRow) -> Left:
+        """What the last draw was among."""
+        if self._last is None:  # it was our own, by bounds: no filter of these draws itself
+            if row.max == HIGHEST:
+                return np.array([row.best]), np.zeros(1)
+            self._last = self._candidates(logits, sigma_bound(row, self._params.top_n_sigma))
+            self._cuts.apply(self._last.ptr)
+            self._changes.apply(self._last.ptr)
+        return self._last.left()
+
     def reset(self) -> None:
         """Back to the seed."""
+        self._last = None
         self._random.reset()
         self._changes.reset()
 
@@ -150,6 +166,7 @@ class RowDraw:
 
     def _among_cut(self, candidates: Candidates) -> int:
         """Of candidates that passed typical and top-p."""
+        self._last = candidates if self._params.post_sampling_probs else None
         self._changes.apply(candidates.ptr)
         ptr = candidates.ptr
         index = draw_candidate(self._lib.address(ptr.data), int(ptr.size), self._random.uniform())
@@ -157,10 +174,12 @@ class RowDraw:
 
     def _listed(self, logits: Logits, lo: float) -> int:
         """All above `lo` through libllama's filters."""
-        ids = np.flatnonzero(logits > lo)
-        candidates = Candidates(self._lib, ids, logits)
+        return self.among(self._candidates(logits, lo))
+
+    def _candidates(self, logits: Logits, lo: float) -> Candidates:
+        candidates = Candidates(self._lib, np.flatnonzero(logits > lo), logits)
         candidates.prepare(self._params)
-        return self.among(candidates)
+        return candidates
 
     def _drawn(self, row: LogitRow, lo: float) -> int:
         token = row.draw(self._random.uniform(), self._temperature, lo)

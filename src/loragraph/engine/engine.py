@@ -82,6 +82,7 @@ class Engine(EngineRequests, EngineAdapters):
         self._closed = False
         self._owns_model = not isinstance(model, Model)
         self.model = model if isinstance(model, Model) else Model.load(model, n_threads=n_threads)
+        self._n_threads = self.model.n_threads if n_threads is None else n_threads
         self._name = self.model.enter_context()
         try:
             self._assemble(options, adapter_dir)
@@ -193,6 +194,7 @@ class Engine(EngineRequests, EngineAdapters):
             time.monotonic,
             options.max_waiting,
             self.model.check_files,
+            self._n_threads,
         )
         self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
         deliveries = Deliveries()
@@ -203,7 +205,6 @@ class Engine(EngineRequests, EngineAdapters):
 
     def _make_runner(self, options: EngineOptions) -> RoutedLowering | StackedLowering:
         """Makes the runner, and gives the lowering that holds its adapters."""
-        n_threads = options.n_threads
         with memory_errors(self._name):
             lowering, self._runner = make_runner(
                 self.model,
@@ -212,7 +213,7 @@ class Engine(EngineRequests, EngineAdapters):
                 options.lowering,
                 options.kv_type,
                 options.attention,
-                self.model.n_threads if n_threads is None else n_threads,
+                self._n_threads,
                 options.max_adapters,
                 self.config.max_sequence_tokens,
             )

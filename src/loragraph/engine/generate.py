@@ -39,6 +39,7 @@ class SamplingFields(TypedDict, total=False):
     top_p: float
     min_p: float
     typical_p: float
+    min_keep: int
     repeat_penalty: float
     repeat_last_n: int
     frequency_penalty: float
@@ -50,6 +51,7 @@ class SamplingFields(TypedDict, total=False):
     max_tokens: int | None
     ignore_eos: bool
     logprobs: int | None
+    post_sampling_probs: bool
     stop_token_ids: Sequence[int]
     min_tokens: int
     top_n_sigma: float
@@ -236,7 +238,13 @@ class GenerationStream:
         token = self._sampler.sample(logits[0])
         self._sampler.accept(token)
         n_top = self.params.logprobs
-        logprob = None if n_top is None else token_logprobs(logits, [token], [n_top])[0]
+        logprob = None
+        if n_top is not None:
+            logprob = (
+                self._sampler.drawn(token)
+                if self.params.post_sampling_probs
+                else token_logprobs(logits, [token], [n_top])[0]
+            )
         ms = 1e3 * (time.perf_counter() - start)
         was = self._timings
         self._timings = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -80,7 +80,10 @@ class ChoiceState:
             event = Event(self.index, piece, token, reason, seat=seat)
         else:
             event = Event(self.index, piece, token, reason, logprob.logprob, logprob.top, seat)
-        self.job.sink(event)
+        if self.job.prompt_scores is None:
+            self.job.sink(event)
+        else:
+            self.job.tell(event)
 
     def result(self) -> Choice:
         """What was generated; "abort" where it has not ended."""
@@ -105,6 +108,12 @@ class PromptScores:
     start: int
     n_top: int
     found: list[TokenLogprob] = field(default_factory=list)
+    early: list[Event] | None = field(default_factory=list)  # those that wait; None: told
+
+    @property
+    def of_all(self) -> tuple[TokenLogprob | None, ...]:
+        """Nothing is known of the first token."""
+        return (None, *self.found)
 
 
 @dataclass(slots=True, eq=False)
@@ -157,6 +166,24 @@ class Job:
         """Whether every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
+    def tell(self, event: Event) -> None:
+        """Sends an event, the first with the log-probabilities of the prompt.
+
+        They are complete with the first choice's first token. Another choice may have found the
+        prompt in the tree, and be earlier.
+        """
+        scores = self.prompt_scores
+        assert scores is not None
+        if scores.early is None:
+            self.sink(event)
+        elif event.index:
+            scores.early.append(event)
+        else:
+            self.sink(replace(event, prompt_logprobs=scores.of_all))
+            early, scores.early = scores.early, None
+            for one in early:
+                self.sink(one)
+
     def answer(self, now: float) -> Answer:
         """What there is by `now`."""
         scores = self.prompt_scores
@@ -173,7 +200,7 @@ class Job:
             self.uses,
             len(self.tokens),
             self._timings(now),
-            None if scores is None else (None, *scores.found),
+            None if scores is None else scores.of_all,
         )
 
     def close(self) -> None:

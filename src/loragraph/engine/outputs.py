@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.engine.counters import CoreStats
+from loragraph.engine.crew import Crew
 from loragraph.engine.job import ChoiceState, Job
 from loragraph.engine.logprobs import TokenLogprob, best_tokens, token_logprobs
 from loragraph.engine.parts import TokenTexts
@@ -42,6 +43,7 @@ class StepOutputs:
         texts: TokenTexts,
         stats: CoreStats,
         clock: Callable[[], float],
+        n_threads: int = 1,
     ) -> None:
         self.choices: dict[TokenSequence, ChoiceState] = {}
         self._stats = stats
@@ -49,6 +51,11 @@ class StepOutputs:
         self._texts = texts
         self._clock = clock
         self._pieces: dict[int, tuple[bytes, bool]] = {}
+        self._crew = Crew(n_threads)
+
+    def close(self) -> None:
+        """Ends the threads that sample; a second call does nothing."""
+        self._crew.close()
 
     def update(self, plan: StepPlan, logits: Logits, states: NDArray[np.float32]) -> Ended:
         """Samples and sends out.
@@ -111,23 +118,48 @@ class StepOutputs:
     ) -> None:
         """The next token of each choice; `logits` (n_outputs, n_tokens) f32, a row of it each."""
         best = best_tokens(logits, [row for choice, row in chosen if choice.sampler.is_argmax])
-        sampled: list[tuple[ChoiceState, int, int]] = []
-        for choice, row in chosen:
-            if choice.job in ended.failed:
-                continue
+        found: list[int | LoragraphError | None] = [None] * len(chosen)
+        rest: list[int] = []
+        for index, (choice, row) in enumerate(chosen):
+            found[index] = token = best.get(row)
+            if token is None or token in (choice.sampler.forbidden or ()):
+                rest.append(index)
+
+        def sample(index: int) -> None:
+            choice, row = chosen[index]
             try:
-                token = best.get(row)
-                if token is None or token in (choice.sampler.forbidden or ()):
-                    token = choice.sampler.sample(logits[row])
-                choice.sampler.accept(token)
-                sampled.append((choice, row, token))
+                found[index] = choice.sampler.sample(logits[row])
             except LoragraphError as error:
-                ended.failed[choice.job] = error
+                found[index] = error
+
+        self._crew.each(sample, rest, size=logits.shape[1])
+        sampled = self._accepted(chosen, found, ended)
         logprobs = _logprobs(sampled, logits)
         for choice, _, token in sampled:
             if choice.job not in ended.failed:
                 self._count_token(choice, now)
                 self._take(choice, token, logprobs.get(choice), ended)
+
+    @staticmethod
+    def _accepted(
+        chosen: Sequence[tuple[ChoiceState, int]],
+        found: Sequence[int | LoragraphError | None],
+        ended: Ended,
+    ) -> list[tuple[ChoiceState, int, int]]:
+        """The choices that go on with a token, each with its row of the logits."""
+        sampled: list[tuple[ChoiceState, int, int]] = []
+        for (choice, row), token in zip(chosen, found, strict=True):
+            if choice.job in ended.failed:
+                continue
+            try:
+                if isinstance(token, LoragraphError):
+                    raise token
+                assert token is not None
+                choice.sampler.accept(token)
+                sampled.append((choice, row, token))
+            except LoragraphError as error:
+                ended.failed[choice.job] = error
+        return sampled
 
     def _take(
         self, choice: ChoiceState, token: int, logprob: TokenLogprob | None, ended: Ended
@@ -195,13 +227,18 @@ def _logprobs(
     sampled: Sequence[tuple[ChoiceState, int, int]], logits: Logits
 ) -> dict[ChoiceState, TokenLogprob]:
     """Log-probabilities for the choices that want them; `logits` (n_outputs, n_tokens) f32."""
-    wanted = [
-        (choice, row, token, choice.sampler.params.logprobs)
-        for choice, row, token in sampled
-        if choice.sampler.params.logprobs is not None
-    ]
-    if not wanted:
-        return {}
-    own = logits[[row for _, row, _, _ in wanted]]
-    found = token_logprobs(own, [one[2] for one in wanted], [one[3] for one in wanted])
-    return {one[0]: logprob for one, logprob in zip(wanted, found, strict=True)}
+    wanted: list[tuple[ChoiceState, int, int, int]] = []
+    logprobs: dict[ChoiceState, TokenLogprob] = {}
+    for choice, row, token in sampled:
+        params = choice.sampler.params
+        if params.logprobs is None:
+            continue
+        if params.post_sampling_probs:
+            logprobs[choice] = choice.sampler.drawn(token)
+        else:
+            wanted.append((choice, row, token, params.logprobs))
+    if wanted:
+        own = logits[[row for _, row, _, _ in wanted]]
+        found = token_logprobs(own, [one[2] for one in wanted], [one[3] for one in wanted])
+        logprobs |= {one[0]: logprob for one, logprob in zip(wanted, found, strict=True)}
+    return logprobs

@@ -37,7 +37,9 @@ class SamplingParams:
     `seed` None draws one. `temperature` 0 or less is greedy: the best candidate after bias,
     penalties and grammar. `logit_bias` maps token ids to what is added; -inf forbids a token.
     `logprobs` k asks for the log-probability of each token and of the k most likely ones, of the
-    model's own distribution: bias, penalties and temperature do not change them.
+    model's own distribution: bias, penalties and temperature do not change them. With
+    `post_sampling_probs` they are of the distribution that the token was drawn from, after all
+    filters and the temperature: fewer than k where fewer were left; greedy leaves one.
     """
 
     temperature: float = 0.8
@@ -45,6 +47,7 @@ class SamplingParams:
     top_p: float = 0.95  # 1: off
     min_p: float = 0.05  # 0: off
     typical_p: float = 1.0  # 1: off
+    min_keep: int = 0  # candidates that top-p, min-p, typical and XTC leave at least
     repeat_penalty: float = 1.0  # 1: off
     repeat_last_n: int = 64  # tokens that the penalties look at, the prompt's too; -1: all; 0: off
     frequency_penalty: float = 0.0
@@ -56,6 +59,7 @@ class SamplingParams:
     max_tokens: int | None = None  # None: until the end of generation or of the context
     ignore_eos: bool = False  # forbid the tokens that end a generation
     logprobs: int | None = None
+    post_sampling_probs: bool = False
     stop_token_ids: tuple[int, ...] = ()  # end the generation as its own end does; not in the text
     min_tokens: int = 0  # before that many nothing ends it: no token, no stop string
     top_n_sigma: float = -1.0  # 0 or less: off
@@ -78,6 +82,7 @@ class SamplingParams:
         _check_real("top_p", self.top_p, 0.0, 1.0)
         _check_real("min_p", self.min_p, 0.0, 1.0)
         _check_real("typical_p", self.typical_p, 0.0, 1.0)
+        _check_integer("min_keep", self.min_keep, 0, 2**31 - 1)
         _check_real("repeat_penalty", self.repeat_penalty, 1e-2, 1e2)
         _check_integer("repeat_last_n", self.repeat_last_n, -1, MAX_LAST_N)
         _check_real("frequency_penalty", self.frequency_penalty, -1e3, 1e3)
@@ -86,8 +91,9 @@ class SamplingParams:
             _check_integer("seed", self.seed, 0, 2**32 - 1)
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise bad_param("grammar", "a text in GBNF", self.grammar)
-        if not isinstance(self.ignore_eos, bool):
-            raise bad_param("ignore_eos", "true or false", self.ignore_eos)
+        for name in ("ignore_eos", "post_sampling_probs"):
+            if not isinstance(getattr(self, name), bool):
+                raise bad_param(name, "true or false", getattr(self, name))
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_bias(self.logit_bias)

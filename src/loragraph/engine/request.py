@@ -43,7 +43,8 @@ class Event:
     """What one token adds to a choice. Only a choice's last event has a finish_reason.
 
     The token that ends a generation has an event too, though it is neither in the choice's text
-    nor among its tokens.
+    nor among its tokens. The first event of a request that asks for `prompt_logprobs` is its first
+    choice's, and has them as its result will.
     """
 
     index: int  # of the choice
@@ -53,6 +54,7 @@ class Event:
     logprob: float | None = None  # where the parameters ask for it
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
     seat: int = field(default=-1, compare=False)  # where it runs, as in Engine.sequences()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

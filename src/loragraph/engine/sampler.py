@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.engine import chain, draw
-from loragraph.engine.candidates import Candidates
+from loragraph.engine.candidates import Candidates, Left
 from loragraph.engine.chain import Chain
 from loragraph.engine.grammar import GrammarMatcher
+from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.params import MAX_LAST_N, SamplingParams, bad_param
 from loragraph.engine.ranking import best_of, ranked
 from loragraph.engine.repetition import Repetition
@@ -68,6 +69,7 @@ class Sampler:
         self._draw = draw.make(vocab, params, self.seed) if draws else None
         sigma = draws and params.top_n_sigma > 0 and not params.mirostat
         self._sigma = chain.top_n_sigma(vocab.lib, params) if sigma else None
+        self._left: Left | None = None  # of the last draw, where that is to be told
         self._row: LogitRow | None = None  # made when it is needed: a request may wait for long
         self._read_prompt()
 
@@ -107,6 +109,18 @@ class Sampler:
         finally:
             logits[ids] = before
 
+    def drawn(self, token: int) -> TokenLogprob:
+        """`token`, just sampled, among what it was drawn from; with post_sampling_probs."""
+        n_top = self.params.logprobs or 0
+        if self.params.greedy:
+            return TokenLogprob(token, 0.0, ((token, 0.0),)[:n_top])
+        assert self._left is not None
+        ids, logprobs = self._left
+        top = tuple(zip(ids[:n_top].tolist(), logprobs[:n_top].tolist(), strict=True))
+        # Sums in F32 may have the last one on the other side of an edge.
+        at = int(np.argmax(ids == token)) if (ids == token).any() else -1
+        return TokenLogprob(token, float(logprobs[at]), top)
+
     def accept(self, token: int) -> None:
         """Tells penalties and grammar that `token` is the next one of the sequence."""
         if not 0 <= token < self._vocab.n_tokens:
@@ -142,7 +156,7 @@ class Sampler:
         other._repetition = self._repetition.clone() if self._repetition is not None else None
         other._draw = self._draw.clone() if self._draw is not None else None
         other._sigma = self._sigma.clone() if self._sigma is not None else None
-        other._row = None
+        other._row = other._left = None
         return other
 
     def with_seed(self, seed: int) -> Sampler:
@@ -221,9 +235,16 @@ class Sampler:
         assert self._draw is not None
         if self._grammar is None and isinstance(self._draw, draw.RowDraw):
             self._checked(row.best, logits)
-            return self._draw.of_row(logits, row)
+            token = self._draw.of_row(logits, row)
+            if self.params.post_sampling_probs:
+                self._left = self._draw.left_of_row(logits, row)
+            return token
         k = 0 if self.params.mirostat else self.params.top_k
-        return self._draw.among(self._allowed(logits, row, k))
+        candidates = self._allowed(logits, row, k)
+        token = self._draw.among(candidates)
+        if self.params.post_sampling_probs:
+            self._left = candidates.left()
+        return token
 
     def _checked(self, token: int, logits: NDArray[np.float32]) -> int:
         if logits[token] == -np.inf:

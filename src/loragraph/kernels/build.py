@@ -31,8 +31,13 @@ SOURCES = (
     "sampling_neon.c",
     "product_f16.c",
     "strings.c",
+    "rewrite.c",
+    "rewrite_portable.c",
+    "rewrite_avx2.c",
+    "rewrite_avx512.c",
+    "rewrite_neon.c",
 )
-HEADERS = ("lowrank.h", "attention.h", "product.h", "sampling.h", "strings.h")
+HEADERS = ("lowrank.h", "attention.h", "product.h", "sampling.h", "strings.h", "rewrite.h")
 
 
 def declarations(header: Path) -> str:

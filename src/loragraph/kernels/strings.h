@@ -18,4 +18,8 @@ void loragraph_strings_measure(loragraph_get_string get, const void *ctx, int64_
 /* The strings and their NULs one after another; `out` has room for sum(lengths) + n bytes. */
 void loragraph_strings_pack(loragraph_get_string get, const void *ctx, int64_t key_id, size_t n,
                             const int64_t *lengths, char *out);
+
+/* The end of n strings as a file has them, each behind its length (u64), the first at data[at] with at <= size;
+ * -1 where they reach behind data[size]. */
+int64_t loragraph_strings_skip(const char *data, int64_t size, int64_t at, uint64_t n);
 #endif

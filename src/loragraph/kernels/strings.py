@@ -12,6 +12,19 @@ from numpy.typing import NDArray
 from loragraph.kernels.library import ffi, lib, pointer
 
 
+def skip_strings(data: bytes, at: int, n: int) -> int:
+    """The end of `n` strings of a GGUF file, each behind its length (u64), the first at `at`.
+
+    IndexError where they reach behind the data.
+    """
+    if not 0 <= at <= len(data):
+        raise IndexError("strings begin behind the data")
+    end = int(lib.loragraph_strings_skip(ffi.from_buffer(data), len(data), at, n))
+    if end < 0:
+        raise IndexError("a string reaches behind the data")
+    return end
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedStrings:
     """Strings without NUL, one after another, each with a NUL behind it as C wants it."""

@@ -44,7 +44,8 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
     )
     app.state.loragraph = state
     errors.install(app)
-    for router in (health.router, *openai.routers, adapters_api.router, *llamacpp.routers):
+    # Looked through in this order: what generates comes first.
+    for router in (*llamacpp.routers, *openai.routers, adapters_api.router, health.router):
         app.include_router(router)
     metrics.install(app, state)
     if config.with_page:

@@ -105,7 +105,10 @@ class Gate:
         return own or "*" in allowed or origin in allowed
 
 
-def require_admin(request: Request) -> None:
+# FastAPI has what is not async here done by a thread, for each request.
+
+
+async def require_admin(request: Request) -> None:
     """403 unless the request may change the server; with any key set it takes an admin key."""
     if not request.scope.get(_KEY, False):
         raise ApiError(
@@ -117,7 +120,7 @@ Admin = Depends(require_admin)
 """For `dependencies=[Admin]` of routes that change the server."""
 
 
-def request_id(request: Request) -> str:
+async def request_id(request: Request) -> str:
     """The id of a request, its client's own where that is usable."""
     return str(request.scope.get(REQUEST_ID_KEY, ""))
 
@@ -126,7 +129,7 @@ RequestId = Annotated[str, Depends(request_id)]
 """A route's parameter for it."""
 
 
-def api_key(request: Request) -> str:
+async def api_key(request: Request) -> str:
     """The key that a request brought, "" for none; whether it is a good one was checked before."""
     return str(request.scope.get(_API_KEY, ""))
 

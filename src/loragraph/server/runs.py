@@ -13,6 +13,7 @@ from fastapi import Request as HttpRequest
 from loragraph.engine.async_stream import AsyncStream
 from loragraph.engine.embedding import Pooling
 from loragraph.engine.engine import Engine
+from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.request import Embedding, Event, Request, Result
 from loragraph.errors import LoragraphError
 from loragraph.server.errors import ApiError
@@ -39,6 +40,7 @@ class Run:
         self.last_event: float | None = None
         self.ended: float | None = None
         self.n_events = 0  # tokens seen here; of a run without events, known from its result
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # from the first event
         self.result: Result | None = None
         self.embedding: Embedding | None = None  # of a run for one, in place of a result
         self.error: LoragraphError | None = None  # what ended it, if not its result
@@ -102,6 +104,7 @@ class Run:
         self.last_event = time.monotonic()
         if self.first_event is None:
             self.first_event = self.last_event
+            self.prompt_logprobs = batch[0].prompt_logprobs
         for event in batch:
             if event.token is not None:
                 self.n_events += 1

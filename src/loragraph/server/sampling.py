@@ -30,11 +30,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "top_n_sigma": (-1, 0),
     "adaptive_target": (-1,),
-    "min_keep": (0, 1),
     "n_indent": (0,),
     "t_max_predict_ms": (-1, 0),
     "grammar_lazy": (False,),
-    "post_sampling_probs": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "truncate_prompt_tokens": (-1,),
@@ -91,6 +89,7 @@ class SamplingBody(Body):
     adaptive_target: Number | None = None
     adaptive_decay: Number | None = None
     min_keep: int | None = None
+    post_sampling_probs: bool | None = None
     samplers: list[str] | str | None = None
 
 

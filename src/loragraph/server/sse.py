@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -20,6 +20,16 @@ from loragraph.server.errors import ApiError, api_error
 _log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+CHUNKS_KEY = "loragraph.chunks"
+"""Where a connection's ChunkWriter stands among the extensions of a request's scope, if it has one.
+"""
+
+ChunkWriter = Callable[[bytes], bool]
+"""Sends bytes of an answer that has begun, without Content-Length, and has not ended.
+
+False where they have to be sent as ASGI has it instead, since that may have to wait.
+"""
+
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -95,12 +105,14 @@ class EventStream(Response):
         self._ping_s = ping_s
         self._sending = False
         self._moved = 0.0  # when the last send began, on the loop's clock
+        self._write: ChunkWriter | None = None
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the end, or until the client is gone; the generator is closed either way."""
+        self._write = (scope.get("extensions") or {}).get(CHUNKS_KEY)
         pump = asyncio.ensure_future(self._pump(send))
         gone = asyncio.ensure_future(_disconnected(receive))
         watch = asyncio.ensure_future(self._watch(send))
@@ -117,15 +129,18 @@ class EventStream(Response):
             pump.result()
 
     async def _pump(self, send: Send) -> None:
+        clock, write = asyncio.get_running_loop().time, self._write
         async with aclosing(self._chunks):
-            self._moved = asyncio.get_running_loop().time()
+            self._moved = clock()
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             end = self._end
             try:
                 if self._first is not None:
                     await self._put(send, await self._first)
                 async for chunk in self._chunks:
-                    await self._put(send, chunk)
+                    self._moved = clock()
+                    if write is None or not write(chunk):
+                        await self._put(send, chunk)
             except ApiError as error:
                 end = data(error.body) + end
             except LoragraphError as error:

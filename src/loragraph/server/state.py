@@ -116,7 +116,7 @@ class ServerState:
         self._phase = Phase.DRAINING
 
 
-def server_state(request: Request) -> ServerState:
+async def server_state(request: Request) -> ServerState:
     """The state of the server that a request came to."""
     state = request.app.state.loragraph
     assert isinstance(state, ServerState)

@@ -1,39 +1,21 @@
 """Calls of tools in what a model writes, in the formats of Hermes (Qwen), Llama 3 and Mistral.
 
 A parser is fed pieces of text. What may become a call is held back until it is one, and given out
-as text should it turn out to be none; so a client never sees half a call.
+as text should it turn out to be none. Where a stream wants to see calls while they are written, the
+parser tells its CallDeltas what it holds back, and at last what became of it.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
+
+from loragraph.server.tool_deltas import CallDelta, CallDeltas
+from loragraph.server.tool_json import CallScan, ToolCall, new_id
 
 MAX_HELD = 1 << 20  # characters of one call
-
-_ALPHABET = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call."""
-
-    name: str
-    arguments: str  # JSON
-    id: str
-
-    def to_json(self, index: int | None = None) -> dict[str, Any]:
-        """OpenAI's form; `index` for a stream's."""
-        body = {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
-        return body if index is None else {"index": index, **body}
 
 
 @dataclass(slots=True)
@@ -42,6 +24,10 @@ class Parsed:
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    deltas: list[CallDelta] = field(default_factory=list)  # of these calls and of those to come
+
+    def __add__(self, other: Parsed) -> Parsed:
+        return Parsed(self.text + other.text, self.calls + other.calls, self.deltas + other.deltas)
 
 
 class ToolParser(Protocol):
@@ -54,20 +40,23 @@ class ToolParser(Protocol):
         """What was held back at the end."""
 
 
-def parser_for(template: str, names: frozenset[str], *, forced: bool) -> ToolParser:
+def parser_for(
+    template: str, names: frozenset[str], *, forced: bool, deltas: CallDeltas | None = None
+) -> ToolParser:
     """The parser for a model, known by its chat template; `names` are the tools of the request.
 
-    `forced`: the answer is a list of calls and nothing else, by its grammar.
+    `forced`: the answer is a list of calls and nothing else, by its grammar. `deltas`: for a stream
+    that wants calls as they are written.
     """
     if forced:
-        return JsonCalls(names)
+        return JsonCalls(names, deltas)
     if "[TOOL_CALLS]" in template:
-        return MistralCalls(names)
+        return MistralCalls(names, deltas)
     if "<tool_call>" not in template and (
         "<|python_tag|>" in template or '"parameters"' in template or "<|eom_id|>" in template
     ):
-        return LlamaCalls(names)
-    return HermesCalls(names)
+        return LlamaCalls(names, deltas)
+    return HermesCalls(names, deltas)
 
 
 def control_texts(template: str) -> tuple[str, ...]:
@@ -81,10 +70,12 @@ class HermesCalls:
 
     _open, _close = "<tool_call>", "</tool_call>"
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], deltas: CallDeltas | None = None) -> None:
         self._names = names
+        self._deltas = deltas
         self._held = ""
         self._inside = False
+        self._n_told = 0  # characters of what is held that the deltas know
         self._after_call = False
 
     def feed(self, piece: str) -> Parsed:
@@ -103,13 +94,17 @@ class HermesCalls:
                 self._text(out, before)
                 self._held, self._inside = rest, True
             body, mark, rest = self._held.partition(self._close)
+            if self._deltas is not None:
+                n = len(body) if mark else len(body) - _overlap(body, self._close)
+                out.deltas += self._deltas.feed(body[self._n_told : n])
+                self._n_told = max(n, self._n_told)
             if not mark:
                 if len(self._held) > MAX_HELD:
-                    self._text(out, self._open + self._held)
-                    self._held, self._inside = "", False
+                    self._end(out, [], self._open + self._held)
+                    self._held = ""
                 return out
             self._call(out, body, mark)
-            self._held, self._inside = rest, False
+            self._held = rest
 
     def flush(self) -> Parsed:
         """A call whose closing mark is missing, or the text that it is otherwise."""
@@ -118,16 +113,22 @@ class HermesCalls:
             self._call(out, self._held, "")
         else:
             self._text(out, self._held)
-        self._held, self._inside = "", False
+        self._held = ""
         return out
 
     def _call(self, out: Parsed, body: str, mark: str) -> None:
-        calls = list(_calls(body, self._names))
+        self._end(out, _calls(body, self._names), self._open + body + mark)
+
+    def _end(self, out: Parsed, calls: list[ToolCall], text: str) -> None:
+        """What was between two marks has come to its end: calls, or else text."""
+        self._inside, self._n_told = False, 0
+        out.calls += calls
+        if self._deltas is not None:
+            out.deltas += self._deltas.settle(calls)
         if calls:
-            out.calls += calls
             self._after_call = True
         else:
-            self._text(out, self._open + body + mark)
+            self._text(out, text)
 
     def _text(self, out: Parsed, text: str) -> None:
         if self._after_call:  # line breaks between calls are no answer
@@ -144,11 +145,14 @@ class WholeCalls:
         names: frozenset[str],
         begins: Callable[[str], bool | None],
         parse: Callable[[str, frozenset[str]], list[ToolCall]],
+        deltas: CallDeltas | None = None,
     ) -> None:
         """`begins`: True where a text may be calls, None where more of it is needed to tell."""
         self._names = names
         self._begins = begins
         self._parse = parse
+        self._deltas = deltas
+        self._n_told = 0  # characters of what is held that the deltas know
         self._held = ""
         self._is_text = False
 
@@ -157,31 +161,38 @@ class WholeCalls:
         if self._is_text:
             return Parsed(piece)
         self._held += piece
-        if self._begins(self._held) is False or len(self._held) > MAX_HELD:
+        begins = self._begins(self._held)
+        if begins is False or len(self._held) > MAX_HELD:
             self._is_text = True
             text, self._held = self._held, ""
-            return Parsed(text)
-        return Parsed()
+            return Parsed(text, [], self._settled([]))
+        if self._deltas is None or begins is None:
+            return Parsed()
+        told, self._n_told = self._n_told, len(self._held)
+        return Parsed(deltas=self._deltas.feed(self._held[told:]))
 
     def flush(self) -> Parsed:
         """All calls, or all the text."""
         held, self._held = self._held, ""
         calls = self._parse(held, self._names) if held else []
-        return Parsed("", calls) if calls else Parsed(held)
+        return Parsed("" if calls else held, calls, self._settled(calls))
+
+    def _settled(self, calls: list[ToolCall]) -> list[CallDelta]:
+        return [] if self._deltas is None else self._deltas.settle(calls)
 
 
 class LlamaCalls(WholeCalls):
     """{"name": ..., "parameters": {...}} as the whole answer, several with semicolons between."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        super().__init__(names, _begins_llama, _llama_calls)
+    def __init__(self, names: frozenset[str], deltas: CallDeltas | None = None) -> None:
+        super().__init__(names, _begins_llama, _llama_calls, deltas)
 
 
 class JsonCalls(WholeCalls):
     """[{"name": ..., "arguments": {...}}] as the whole answer, by a grammar."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        super().__init__(names, lambda _text: True, lambda text, names: list(_calls(text, names)))
+    def __init__(self, names: frozenset[str], deltas: CallDeltas | None = None) -> None:
+        super().__init__(names, lambda _text: True, _calls, deltas)
 
 
 class MistralCalls:
@@ -189,8 +200,9 @@ class MistralCalls:
 
     _mark = "[TOOL_CALLS]"
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], deltas: CallDeltas | None = None) -> None:
         self._names = names
+        self._deltas = deltas
         self._held = ""
         self._inside = False
 
@@ -198,11 +210,11 @@ class MistralCalls:
         """Text before the mark."""
         self._held += piece
         if self._inside:
-            return Parsed()
+            return Parsed(deltas=self._told(piece))
         before, mark, rest = self._held.partition(self._mark)
         if mark:
             self._inside, self._held = True, rest
-            return Parsed(before)
+            return Parsed(before, deltas=self._told(rest))
         cut = len(self._held) - _overlap(self._held, self._mark)
         text, self._held = self._held[:cut], self._held[cut:]
         return Parsed(text)
@@ -212,13 +224,21 @@ class MistralCalls:
         held, self._held = self._held, ""
         if not self._inside:
             return Parsed(held)
+        calls = self._calls(held)
+        deltas = [] if self._deltas is None else self._deltas.settle(calls)
+        return Parsed("" if calls else self._mark + held, calls, deltas)
+
+    def _calls(self, held: str) -> list[ToolCall]:
         calls: list[ToolCall] = []
         for part in held.split(self._mark):
-            found = list(_calls(part, self._names, short_ids=True)) or _named(part, self._names)
+            found = _calls(part, self._names, short_ids=True) or _named(part, self._names)
             if not found:
-                return Parsed(self._mark + held)
+                return []
             calls += found
-        return Parsed("", calls)
+        return calls
+
+    def _told(self, text: str) -> list[CallDelta]:
+        return [] if self._deltas is None else self._deltas.feed(text, short_ids=True)
 
 
 def _begins_llama(text: str) -> bool | None:
@@ -232,58 +252,77 @@ def _begins_llama(text: str) -> bool | None:
 
 
 def _llama_calls(text: str, names: frozenset[str]) -> list[ToolCall]:
-    return list(_calls(text.strip().removeprefix("<|python_tag|>"), names))
+    return _calls(text.strip().removeprefix("<|python_tag|>"), names)
 
 
-def _calls(text: str, names: frozenset[str], *, short_ids: bool = False) -> Iterator[ToolCall]:
+def _calls(text: str, names: frozenset[str], *, short_ids: bool = False) -> list[ToolCall]:
     """The calls of a JSON text: an object, a list, or several with semicolons; all or none."""
-    decoder = json.JSONDecoder()
-    found: list[Any] = []
-    text = text.strip()
-    while text:
-        try:
-            value, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            return
-        found += value if isinstance(value, list) else [value]
-        text = text[end:].lstrip().removeprefix(";").lstrip()
     calls = []
-    for value in found:
-        call = _call(value, names, short_ids)
+    for part in _objects(text.strip()):
+        scan = CallScan()
+        scan.feed(part)
+        call = _call(scan, names, short_ids)
         if call is None:
-            return
+            return []
         calls.append(call)
-    yield from calls
+    return calls
+
+
+def _objects(text: str) -> list[str]:
+    """The texts of the values in a JSON text: those of lists, and others; none for another text."""
+    decoder = json.JSONDecoder()
+    found: list[str] = []
+    at, in_list = 0, False
+    try:
+        while at < len(text):
+            if not in_list and text[at] == "[":
+                in_list, at = True, _blank(text, at + 1)
+                if text[at : at + 1] == "]":
+                    in_list, at = False, _separated(text, at + 1)
+                continue
+            _, end = decoder.raw_decode(text, at)
+            found.append(text[at:end])
+            at = _blank(text, end)
+            if not in_list:
+                at = _separated(text, at)
+            elif text[at : at + 1] == ",":
+                at = _blank(text, at + 1)
+            elif text[at : at + 1] == "]":
+                in_list, at = False, _separated(text, at + 1)
+            else:
+                return []
+    except (ValueError, RecursionError):
+        return []
+    return [] if in_list else found
+
+
+def _blank(text: str, at: int) -> int:
+    """The next place that is not blank."""
+    return len(text) - len(text[at:].lstrip())
+
+
+def _separated(text: str, at: int) -> int:
+    """The next value's place, behind a semicolon if there is one."""
+    at = _blank(text, at)
+    return _blank(text, at + 1) if text[at : at + 1] == ";" else at
 
 
 def _named(text: str, names: frozenset[str]) -> list[ToolCall]:
     """name[ARGS]{...}, or name{...}."""
-    name, _, rest = text.partition("[ARGS]") if "[ARGS]" in text else text.partition("{")
-    body = rest if "[ARGS]" in text else "{" + rest
-    try:
-        arguments = json.loads(body)
-    except (ValueError, RecursionError):
+    name, brace, rest = text.partition("{")
+    scan = CallScan(name.strip().removesuffix("[ARGS]").strip())
+    body = (brace + rest).rstrip()
+    if scan.feed(body) < len(body):
         return []
-    call = _call({"name": name.strip(), "arguments": arguments}, names, short_ids=True)
+    call = _call(scan, names, short_ids=True)
     return [] if call is None else [call]
 
 
-def _call(value: Any, names: frozenset[str], short_ids: bool) -> ToolCall | None:
-    if not isinstance(value, dict):
+def _call(scan: CallScan, names: frozenset[str], short_ids: bool) -> ToolCall | None:
+    arguments = scan.arguments if scan.is_call else None
+    if scan.name is None or scan.name not in names or arguments is None:
         return None
-    name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if name not in names or not isinstance(arguments, dict):
-        return None
-    text = json.dumps(arguments, ensure_ascii=False)
-    n = 9 if short_ids else 24  # Mistral's templates want nine characters
-    number = "".join(secrets.choice(_ALPHABET) for _ in range(n))
-    return ToolCall(name, text, number if short_ids else f"call_{number}")
+    return ToolCall(scan.name, arguments, new_id(short=short_ids))
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -5,26 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from loragraph.adapters.adapter import Adapter
-from loragraph.adapters.base import TOKEN_EMBD
+from loragraph.adapters.base import TOKEN_EMBD, BaseInfo
 from loragraph.adapters.checks import MAX_RANK
 from loragraph.adapters.combine import combine
 from loragraph.adapters.draft import TIED_OUTPUT_KEY
 from loragraph.adapters.gguf import read_adapter
 from loragraph.adapters.mix import Mix
+from loragraph.adapters.vectors import row_lengths
 from loragraph.engine.options import memory_errors
 from loragraph.errors import AdapterMismatchError, ConfigError, UnsupportedError
-from loragraph.ggml.lib import load_library
-from loragraph.tools.adapter_file import Factors, adapter_keys, out_type, write_adapter
+from loragraph.ggml.lib import Library, load_library
+from loragraph.model.files import ModelFiles, split_paths
+from loragraph.tools.adapter_file import Factors, Floats, adapter_keys, out_type, write_adapter
 from loragraph.tools.gguf_header import value_bytes
-from loragraph.tools.inspect import read_base_info
-from loragraph.tools.merge import Paths, Scales, checked_scales
+from loragraph.tools.merge import Paths, Scales, base_of, checked_scales
 from loragraph.tools.output import check_output
+from loragraph.tools.tensor_values import FileRows
 
 NAMES_KEY = "loragraph.combine.names"
 DIGESTS_KEY = "loragraph.combine.digests"
@@ -58,21 +60,29 @@ def combine_files(
     keeps the sum exact to f32 rounding. With `base` all are checked against it, and what the token
     table's pair does to a tied head is settled; without it they are checked against each other.
 
+    DoRA that is alone on its targets at scale 1 is carried as it is. Several on one target, or one
+    at another scale, are no low-rank change of W that a file could state without W (see
+    `loragraph.adapters.combine`); with `base` their sum is written as one DoRA, relative to that
+    base's weights, and without it refused.
+
     Errors: as for loading an adapter; AdapterMismatchError where they do not fit together;
-    InvalidRequestError for unlike invocation tokens; ConfigError; OutputError.
+    InvalidRequestError for unlike invocation tokens; UnsupportedError for such DoRA; ConfigError;
+    OutputError.
     """
     lib = load_library(None if ggml_folder is None else Path(ggml_folder))
     type_ = out_type(outtype)
     pairs = checked_scales(adapters)
     out = Path(output)
     check_output(out, [path for path, _ in pairs] + ([Path(base)] if base is not None else []))
-    info = None if base is None else read_base_info(lib, Path(base))
     with memory_errors(os.fspath(output)), ExitStack() as stack:
+        info, rows = (None, None) if base is None else _open_base(lib, Path(base), stack)
         scales: dict[Adapter, float] = {}
         for path, scale in pairs:
             # Without a base the choice is only written down, below.
             tied_now = tied_output if info is not None else None
-            adapter = read_adapter(lib, path, info, ignore_norm=ignore_norm, tied_output=tied_now)
+            adapter = read_adapter(
+                lib, path, info, ignore_norm=ignore_norm, tied_output=tied_now, rows=rows
+            )
             stack.callback(adapter.close)
             scales[adapter] = scale
         loaded, names = list(scales), [path.name for path, _ in pairs]
@@ -80,7 +90,7 @@ def combine_files(
         tied = _tied_output(loaded, info is not None, tied_output)
         combined = stack.enter_context(combine(Mix(scales)))
         _check_ranks(combined)
-        factors = [_factors_of(combined, target) for target in combined.pairs]
+        factors = [_factors_of(combined, target, rows) for target in combined.pairs]
         keys = _keys(scales, names, combined, tied)
         nbytes = write_adapter(lib, out, keys, factors, type_, combined.alone)
         warnings = [text for adapter in loaded for text in adapter.report.warnings]
@@ -122,13 +132,6 @@ def _check_fit(adapters: Sequence[Adapter], names: Sequence[str]) -> None:
             raise AdapterMismatchError(
                 f"expected architecture '{first}' as of {names[0]}, got '{arch}'", adapter=name
             )
-        if any(vectors.magnitude is not None for vectors in adapter.vectors.values()):
-            raise UnsupportedError(
-                f"{name}: DoRA's magnitudes belong to one adapter and one base, so a file with "
-                "several adapters has no place for them",
-                what="combining DoRA",
-                hint="mix them at run time, freeze them there with Engine.combine, or merge them",
-            )
         for target, pair in adapter.pairs.items():
             outer = pair.a.ne[1] if target == TOKEN_EMBD else pair.a.ne[0]
             sizes = (outer, pair.b.ne[1], pair.a.ne[2])
@@ -152,10 +155,37 @@ def _check_same(
         )
 
 
-def _factors_of(combined: Adapter, target: str) -> Factors:
+def _open_base(lib: Library, path: Path, stack: ExitStack) -> tuple[BaseInfo, FileRows]:
+    """What adapters are checked against, and the weights that DoRA is relative to."""
+    files = stack.enter_context(ModelFiles(lib, split_paths(path)[0]))
+    return base_of(files), FileRows(lib, files)
+
+
+def _factors_of(combined: Adapter, target: str, rows: FileRows | None) -> Factors:
     pair, vectors = combined.pairs[target], combined.vectors.get(target)
-    shift = None if vectors is None else vectors.shift
-    return Factors(target, combined.array(pair.a), combined.array(pair.b), shift)
+    a, b = combined.array(pair.a), combined.array(pair.b)
+    if vectors is None:
+        return Factors(target, a, b)
+    if vectors.magnitude is None and vectors.gain is not None:
+        assert rows is not None  # a gain comes of them
+        return _as_dora(Factors(target, a, b, vectors.shift), vectors.gain, rows)
+    return Factors(target, a, b, vectors.shift, vectors.magnitude)
+
+
+def _as_dora(pair: Factors, gain: Floats, rows: FileRows) -> Factors:
+    """W x (1 + gain) + B A x as m / ||W + B' A|| (W + B' A) x: B' = B / (1 + gain), and m fits."""
+    factor = np.float64(1) + gain
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        b = (pair.b / factor[:, None]).astype(np.float32)
+    if not np.isfinite(b).all():
+        raise UnsupportedError(
+            f"{pair.target}: a row of the base is multiplied by exactly 0 at these scales, which "
+            "no DoRA can state",
+            what="combining DoRA",
+            hint="change a scale a little, or merge them into the base",
+        )
+    lengths = row_lengths(rows, pair.target, pair.a, b, 1.0, is_table=pair.target == TOKEN_EMBD)
+    return replace(pair, b=b, magnitude=(factor * lengths).astype(np.float32))
 
 
 def _check_ranks(combined: Adapter) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import OUTPUT, TOKEN_EMBD
 from loragraph.errors import InvalidRequestError, UnsupportedError
+from loragraph.kernels.rewrite import RowChange
 
 Floats = NDArray[np.float32]
 
@@ -94,21 +95,9 @@ class Delta:
     right: Floats  # (n_expert, rank, n_in)
     gain: Floats | None = None  # (n_out, 1), of the token table (1, n_in)
 
-    def add_to(self, values: Floats, start: int, scratch: Floats) -> None:
-        """Adds rows [start, start + n) of the stack (n_expert · n_out, n_in) to `values` (n, n_in).
-
-        The rows belong to one expert. `scratch`: at least as large as `values`.
-        """
-        n_out = self.left.shape[1]
-        expert, row = divmod(start, n_out)
-        product = scratch[: len(values)]
-        if self.gain is not None:
-            rows = self.gain if len(self.gain) == 1 else self.gain[row : row + len(values)]
-            np.multiply(values, rows, out=product)
-            np.add(values, product, out=values)
-        left = self.left[expert, row : row + len(values)]
-        np.matmul(left, self.right[expert], out=product)
-        np.add(values, product, out=values)
+    def change(self, expert: int) -> RowChange:
+        """What is added to the rows of one expert's matrix."""
+        return RowChange(self.left[expert], self.right[expert], self.gain)
 
 
 def delta_of(terms: Sequence[Term], factor: Floats | None = None) -> Delta:
@@ -121,7 +110,7 @@ def delta_of(terms: Sequence[Term], factor: Floats | None = None) -> Delta:
         left, right = _factors(term)
         lefts.append(left)
         rights.append(right)
-    left = np.concatenate(lefts, axis=2)
+    left = lefts[0] if len(lefts) == 1 else np.concatenate(lefts, axis=2)
     if factor is not None:
         if not np.all(factor):
             raise UnsupportedError(
@@ -129,7 +118,7 @@ def delta_of(terms: Sequence[Term], factor: Floats | None = None) -> Delta:
                 what="merging into a weight with factor 0",
             )
         left = left / factor[:, None, None]
-    right = np.concatenate(rights, axis=1)
+    right = rights[0] if len(rights) == 1 else np.concatenate(rights, axis=1)
     if not (np.isfinite(left).all() and np.isfinite(right).all()):
         raise InvalidRequestError(
             f"expected a finite change of {terms[0].target}; a scale is too large", param="scale"

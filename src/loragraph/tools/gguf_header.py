@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from loragraph.errors import GGUFError
 from loragraph.ggml.gguf import GGUFFile
+from loragraph.kernels.strings import skip_strings
 
 Value = str | bool | int | float | Sequence[str] | NDArray[np.generic]
 
@@ -91,18 +92,12 @@ class _Walk:
         else:
             count = 1
         if kind == _STRING:
-            self._skip_strings(count)
+            self._at = skip_strings(self._data, self._at, count)
         else:
             self._at += count * _SIZES.get(kind, len(self._data))
         if self._at > len(self._data):
             raise IndexError("a value reaches behind the header")
         return self._data[start : self._at]
-
-    def _skip_strings(self, count: int) -> None:
-        data, at, unpack = self._data, self._at, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            at += 8 + unpack(data, at)[0]
-        self._at = at
 
     def tensor(self) -> tuple[str, tuple[int, ...]]:
         """Name and sizes of the next tensor info."""

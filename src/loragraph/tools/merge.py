@@ -101,7 +101,7 @@ def merge(
                 info,
                 ignore_norm=ignore_norm,
                 tied_output=tied_output,
-                rows=FileRows(lib, files.tensors),
+                rows=FileRows(lib, files),
             )
             stack.callback(adapter.close)
             uses.append(Use(adapter, scale))

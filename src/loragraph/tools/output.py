@@ -6,13 +6,16 @@ import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
 
 from loragraph.errors import ConfigError, OutputError
 from loragraph.tools.gguf_header import same_file
 
 _COPY_BYTES = 1 << 24
+_EARLY_BYTES = 1 << 24
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # not on this file system
 
 
@@ -87,6 +90,38 @@ class OutFile:
             os.close(self._fd)
             self._fd = -1
         self._part.unlink(missing_ok=True)
+
+
+class EarlySync:
+    """Lets the disk take what is written while the rest is computed, in a thread of its own.
+
+    A context; its error comes out of `wrote` or of the end of the block, never is one lost.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._running: Future[None] | None = None
+        self._waiting = 0  # bytes written since it began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
+        self._pool.shutdown(wait=True)
+        if kind is None:
+            self._check()
+
+    def wrote(self, file: OutFile, nbytes: int) -> None:
+        """Counts bytes written to a file."""
+        self._waiting += nbytes
+        if self._waiting >= _EARLY_BYTES and (self._running is None or self._running.done()):
+            self._check()
+            self._waiting = 0
+            self._running = self._pool.submit(file.sync)
+
+    def _check(self) -> None:
+        if self._running is not None:
+            self._running.result()
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +10,8 @@ from loragraph.errors import GGUFError, UnsupportedError
 from loragraph.ggml.gguf import TensorInfo
 from loragraph.ggml.lib import Library
 from loragraph.ggml.quants import can_read, row_bytes, to_f32, type_name
+from loragraph.model.files import ModelFiles
+from loragraph.model.fold import PREFIX
 
 _PIECE_BYTES = 1 << 24
 
@@ -19,12 +19,22 @@ _PIECE_BYTES = 1 << 24
 class FileRows:
     """The base's weights for what depends on them (DoRA's magnitudes): `BaseRows` over files."""
 
-    def __init__(self, lib: Library, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, lib: Library, files: ModelFiles) -> None:
         self._lib = lib
-        self._tensors = tensors
+        self._tensors = files.tensors
+        self._folded = any(key.startswith(PREFIX) for key in files.metadata)
 
     def rows(self, name: str, first: int, last: int) -> NDArray[np.float32]:
-        """Rows [first, last) of a matrix, (n, n_in) f32, its factor w_s included."""
+        """Rows [first, last) of a matrix, (n, n_in) f32, its factor w_s included.
+
+        UnsupportedError for the rotated weights of a Hadamard-folded base.
+        """
+        if self._folded:
+            raise UnsupportedError(
+                f"{name}: the weights of a Hadamard-folded base are rotated",
+                what="DoRA on a folded base",
+                hint="use a base that is not folded",
+            )
         info = self._tensors.get(name) or self._tensors[TOKEN_EMBD]  # a tied head
         values = read_f32(self._lib, info, first, last)
         factor = self._tensors.get(info.name.removesuffix(".weight") + ".scale")

@@ -78,7 +78,7 @@ def settings_json(
         "stream": stream,
         "logit_bias": bias,
         "n_probs": params.logprobs or 0,
-        "min_keep": 0,
+        "min_keep": params.min_keep,
         "grammar": params.grammar or "",
         "grammar_lazy": False,
         "grammar_triggers": [],
@@ -91,7 +91,7 @@ def settings_json(
         "speculative.n_min": 0,
         "speculative.p_min": 0.0,
         "timings_per_token": False,
-        "post_sampling_probs": False,
+        "post_sampling_probs": params.post_sampling_probs,
         "lora": list(lora),
     }
 
@@ -124,7 +124,8 @@ def final_json(
         "adapters": uses_json(result.adapters),
     }
     if choice.logprobs and not asked.stream:
-        answer["completion_probabilities"] = probabilities(choice.logprobs, vocab)
+        post = asked.params.post_sampling_probs
+        answer["completion_probabilities"] = probabilities(choice.logprobs, vocab, post=post)
     return answer if not asked.fields else nested_values(answer, asked.fields)
 
 
@@ -143,7 +144,8 @@ def chunk_json(
     }
     if event.logprob is not None and event.token is not None:
         one = TokenLogprob(event.token, event.logprob, event.top_logprobs)
-        chunk["completion_probabilities"] = probabilities([one], vocab)
+        post = asked.params.post_sampling_probs
+        chunk["completion_probabilities"] = probabilities([one], vocab, post=post)
     return chunk
 
 
@@ -198,12 +200,18 @@ def is_truncated(asked: Asked, choice: Choice) -> bool:
     return choice.finish_reason == "length" and full and wanted != len(choice.tokens)
 
 
-def probabilities(logprobs: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
-    """`completion_probabilities`: natural logarithms, of the model's own distribution."""
+def probabilities(
+    logprobs: Iterable[TokenLogprob], vocab: Vocab, *, post: bool = False
+) -> list[dict[str, Any]]:
+    """`completion_probabilities`: natural logarithms, of the model's own distribution.
+
+    `post`: probabilities, of what tokens were drawn from, as post_sampling_probs has it.
+    """
+    top = "top_probs" if post else "top_logprobs"
     return [
         {
-            **_token(vocab, one.token, one.logprob),
-            "top_logprobs": [_token(vocab, token, logprob) for token, logprob in one.top],
+            **_token(vocab, one.token, one.logprob, post),
+            top: [_token(vocab, token, logprob, post) for token, logprob in one.top],
         }
         for one in logprobs
     ]
@@ -223,13 +231,14 @@ def nested_values(answer: Mapping[str, Any], paths: Iterable[str]) -> dict[str, 
     return found
 
 
-def _token(vocab: Vocab, token: int, logprob: float) -> dict[str, Any]:
+def _token(vocab: Vocab, token: int, logprob: float, post: bool) -> dict[str, Any]:
     data = vocab.piece(token)
+    known = {"prob": math.exp(logprob)} if post else {"logprob": _finite(logprob)}
     return {
         "id": token,
         "token": data.decode("utf-8", "ignore"),
         "bytes": list(data),
-        "logprob": _finite(logprob),
+        **known,
     }
 
 

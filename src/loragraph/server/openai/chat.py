@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
+from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.request import Choice, Event, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
@@ -18,12 +19,14 @@ from loragraph.server.gate import ApiKey, RequestId
 from loragraph.server.openai.fields import ChatBody
 from loragraph.server.openai.logprobs import chat_logprobs, of_events, prompt_logprobs_json
 from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
+from loragraph.server.openai.stream import Fields, chunks
 from loragraph.server.prompts import chat_prompt, tools_of
 from loragraph.server.routing import api_router
 from loragraph.server.runs import Run, own_json, usage_json, while_connected
 from loragraph.server.sampling import sampling_params
 from loragraph.server.state import ServerState, State
-from loragraph.server.tools import Parsed, ToolCall, ToolParser, control_texts, parser_for
+from loragraph.server.tool_deltas import CallDeltas
+from loragraph.server.tools import Parsed, ToolParser, control_texts, parser_for
 
 router = api_router(tags=["openai"])
 
@@ -43,14 +46,14 @@ class _Chat:
         kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return head("chatcmpl", kind, self.run.request_id, self.run.mix.model)
 
-    def allowed(self, calls: list[ToolCall], n_before: int = 0) -> list[ToolCall]:
-        """The calls that the request wants of those written; `n_before` were given out already."""
-        return calls[: 1 - n_before] if self.body.parallel_tool_calls is False else calls
-
     def logprobs(self, events: Iterable[Event]) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(self.state.engine.model.vocab, of_events(events))
+        return self.logprobs_of(of_events(events))
+
+    def logprobs_of(self, found: Iterable[TokenLogprob]) -> dict[str, Any]:
+        post = bool(self.body.post_sampling_probs)
+        return chat_logprobs(self.state.engine.model.vocab, found, post=post)
 
 
 @router.post("/v1/chat/completions")
@@ -74,10 +77,6 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
     body.check()
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs: only with 'logprobs': true", param="top_logprobs")
-    if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "log-probabilities of the prompt are not supported in a stream", param="stream"
-        )
     mix = mix_of(state, body, key)
     prompt = chat_prompt(state, mix, body)
     grammar = grammar_of(body)
@@ -100,13 +99,17 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
     if template is None or not tools_of(template, body):
         return _Chat(state, body, run, None, {})
     names = frozenset(tool.function.name for tool in body.tools or ())
-    return _Chat(
-        state,
-        body,
-        run,
-        lambda: parser_for(template.source, names, forced=forced is not None),
-        _marks(state, template.source),
-    )
+
+    def new_parser() -> ToolParser:
+        deltas = CallDeltas(names, _n_most_calls(body)) if body.stream else None
+        return parser_for(template.source, names, forced=forced is not None, deltas=deltas)
+
+    return _Chat(state, body, run, new_parser, _marks(state, template.source))
+
+
+def _n_most_calls(body: ChatBody) -> int | None:
+    """How many calls a request wants of those written; None: all."""
+    return 1 if body.parallel_tool_calls is False else None
 
 
 def _marks(state: ServerState, template: str) -> dict[int, str]:
@@ -141,7 +144,9 @@ def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
         parsed = _parsed(chat, chat.new_parser(), choice)
         message["content"] = parsed.text or None
         if parsed.calls:
-            message["tool_calls"] = [call.to_json() for call in chat.allowed(parsed.calls)]
+            message["tool_calls"] = [
+                call.to_json() for call in parsed.calls[: _n_most_calls(chat.body)]
+            ]
             reason = "tool_calls"
         elif message["content"] is None:
             message["content"] = ""
@@ -153,7 +158,7 @@ def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
         "stop_reason": choice.stop_string if choice.stop_string else choice.stop_token,
     }
     if chat.body.logprobs:
-        out["logprobs"] = chat_logprobs(chat.state.engine.model.vocab, choice.logprobs)
+        out["logprobs"] = chat.logprobs_of(choice.logprobs)
     if chat.body.return_token_ids:
         out["token_ids"] = list(choice.tokens)
     return out
@@ -171,8 +176,7 @@ def _parsed(chat: _Chat, parser: ToolParser, choice: Choice) -> Parsed:
         text = data.decode("utf-8", "replace")
         if choice.stop_string is not None:
             text = text.partition(choice.stop_string)[0]
-    first, last = parser.feed(text), parser.flush()
-    return Parsed(first.text + last.text, first.calls + last.calls)
+    return parser.feed(text) + parser.flush()
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ class _ChoiceDeltas:
         self._chat = chat
         self._index = index
         self._parser = None if chat.new_parser is None else chat.new_parser()
-        self._n_calls = 0
+        self._has_calls = False
         self._begun = False
         self._plain = (
             self._parser is None and not chat.body.logprobs and not chat.body.return_token_ids
@@ -198,74 +202,53 @@ class _ChoiceDeltas:
             return event.piece
         return None
 
-    def of(self, event: Event) -> list[dict[str, Any]]:
-        """Entries of `choices`; the last one's finish_reason is set where the choice has ended."""
-        delta = self._delta(self._feed(event))
-        out = []
-        if not self._begun:
-            self._begun = True
-            out.append(self._entry({"role": "assistant", "content": ""}))
+    def of(self, event: Event) -> list[Fields]:
+        """The chunks of an event: the role, what it adds, and the end."""
+        out: list[Fields] = [] if self._begun else [self._opening()]
+        self._begun = True
         logprobs = self._chat.logprobs([event])
-        if delta or (logprobs and logprobs["content"]) or self._chat.body.return_token_ids:
-            entry = self._entry(delta)
-            entry["logprobs"] = logprobs
-            if self._chat.body.return_token_ids:
-                entry["token_ids"] = [] if event.token is None else [event.token]
-            out.append(entry)
+        ids = None
+        if self._chat.body.return_token_ids:
+            ids = [] if event.token is None else [event.token]
+        for delta in self._deltas(self._feed(event)) or [{}]:
+            if delta or (logprobs and logprobs["content"]) or ids is not None:
+                entry = {**self._entry(delta), "logprobs": logprobs}
+                out.append({"choices": [entry if ids is None else {**entry, "token_ids": ids}]})
+            logprobs, ids = None, ids and []  # they were told
         if event.finish_reason is not None:
-            reason = "tool_calls" if self._n_calls else event.finish_reason
-            out.append({**self._entry({}), "finish_reason": reason})
+            reason = "tool_calls" if self._has_calls else event.finish_reason
+            out.append({"choices": [{**self._entry({}), "finish_reason": reason}]})
         return out
 
-    def _delta(self, parsed: Parsed) -> dict[str, Any]:
-        calls = self._chat.allowed(parsed.calls, self._n_calls)
-        delta: dict[str, Any] = {"content": parsed.text} if parsed.text else {}
-        if calls:
-            delta["tool_calls"] = [
-                call.to_json(self._n_calls + index) for index, call in enumerate(calls)
-            ]
-            self._n_calls += len(calls)
-        return delta
+    def _opening(self) -> Fields:
+        """The first chunk, with what is known of the prompt."""
+        chat = self._chat
+        fields: Fields = {"choices": [self._entry({"role": "assistant", "content": ""})]}
+        if chat.body.prompt_logprobs is not None and self._index == 0:  # the first of all
+            vocab = chat.state.engine.model.vocab
+            fields["prompt_logprobs"] = prompt_logprobs_json(vocab, chat.run.prompt_logprobs)
+        if chat.body.return_token_ids:
+            fields["prompt_token_ids"] = list(chat.run.request.prompt)
+        return fields
+
+    def _deltas(self, parsed: Parsed) -> list[dict[str, Any]]:
+        """What was parsed, one call's news each."""
+        self._has_calls |= bool(parsed.calls)
+        deltas: list[dict[str, Any]] = [{"content": parsed.text}] if parsed.text else []
+        return deltas + [{"tool_calls": [delta.to_json()]} for delta in parsed.deltas]
 
     def _feed(self, event: Event) -> Parsed:
         if self._parser is None:
             return Parsed(event.piece)
         mark = "" if event.token is None else self._chat.marks.get(event.token, "")
         parsed = self._parser.feed(event.piece + mark)
-        if event.finish_reason is not None:
-            rest = self._parser.flush()
-            parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
-        return parsed
+        return parsed if event.finish_reason is None else parsed + self._parser.flush()
 
     def _entry(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-async def _chunks(chat: _Chat) -> AsyncGenerator[bytes, None]:
+def _chunks(chat: _Chat) -> AsyncGenerator[bytes, None]:
     chunk = sse.Chunks(chat.head)
     choices = [_ChoiceDeltas(chat, index, chunk) for index in range(chat.run.request.n)]
-    last: dict[str, Any] | None = None  # waits, so that it can tell what made the answer
-    async for batch in chat.run.events():
-        out: list[bytes] = []  # an event a token, and all that are there in one piece
-        for event in batch:
-            choice = choices[event.index]
-            text = choice.text(event)
-            if text is not None:
-                if text:
-                    out.append(choice.form.of(text))
-                continue
-            for entry in choice.of(event):
-                if entry["finish_reason"] is None:
-                    out.append(chunk.data(choices=[entry]))
-                    continue
-                if last is not None:
-                    out.append(chunk.data(choices=[last]))
-                last = entry
-        if out:
-            yield b"".join(out)
-    result = chat.run.result
-    assert result is not None
-    assert last is not None
-    yield chunk.data(choices=[last], **own_json(result))
-    if wants_usage(chat.body):
-        yield chunk.data(choices=[], usage=usage_json([result]))
+    return chunks(chunk, [chat.run], choices, with_usage=wants_usage(chat.body))

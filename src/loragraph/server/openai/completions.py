@@ -19,18 +19,17 @@ from loragraph.server.forms import grammar_of
 from loragraph.server.gate import ApiKey, RequestId
 from loragraph.server.mixes import RequestMix
 from loragraph.server.openai.fields import CompletionBody
-from loragraph.server.openai.logprobs import CompletionLogprobs, of_events, prompt_logprobs_json
+from loragraph.server.openai.logprobs import (
+    CompletionLogprobs,
+    chat_logprobs,
+    of_events,
+    prompt_logprobs_json,
+)
 from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
+from loragraph.server.openai.stream import Fields, chunks
 from loragraph.server.prompts import TextPrompt, prompts_of
 from loragraph.server.routing import api_router
-from loragraph.server.runs import (
-    Run,
-    finish_all,
-    merged_events,
-    own_json,
-    usage_json,
-    while_connected,
-)
+from loragraph.server.runs import Run, finish_all, own_json, usage_json, while_connected
 from loragraph.server.sampling import sampling_params
 from loragraph.server.state import ServerState, State
 
@@ -82,13 +81,15 @@ def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str
             param="best_of",
         )
     n_logprobs = body.n_probs if body.logprobs is None else body.logprobs
+    if body.post_sampling_probs and (best_of > n or (body.echo and n_logprobs is not None)):
+        raise InvalidRequestError(
+            "post_sampling_probs: best_of and echo need log-probabilities of the model's own "
+            "distribution",
+            param="post_sampling_probs",
+        )
     prompt_logprobs = body.prompt_logprobs
     if body.echo and n_logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = n_logprobs
-    if body.stream and prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "log-probabilities of the prompt are not supported in a stream", param="stream"
-        )
     mix = mix_of(state, body, key)
     prompts = prompts_of(state, mix.defaults.prompts(body.prompt))
     params = sampling_params(
@@ -163,7 +164,11 @@ def _choice(job: _Job, number: int, result: Result, choice: Choice) -> dict[str,
         if job.body.echo:
             before = result.prompt_logprobs or (None,) * len(prompt.tokens)
             found, tokens = [*before, *found], [*prompt.tokens, *tokens]
-        out["logprobs"] = CompletionLogprobs(vocab).of(found, tokens)
+        out["logprobs"] = (
+            chat_logprobs(vocab, choice.logprobs, post=True)  # where llama-server has one form
+            if job.body.post_sampling_probs
+            else CompletionLogprobs(vocab).of(found, tokens)
+        )
     if job.body.prompt_logprobs is not None:
         out["prompt_logprobs"] = prompt_logprobs_json(vocab, result.prompt_logprobs)
     if job.body.return_token_ids:
@@ -174,10 +179,16 @@ def _choice(job: _Job, number: int, result: Result, choice: Choice) -> dict[str,
 class _ChoiceChunks:
     """One choice of a stream."""
 
-    def __init__(self, job: _Job, index: int, prompt: TextPrompt, chunk: sse.Chunks) -> None:
+    def __init__(
+        self, job: _Job, index: int, run: Run, prompt: TextPrompt, chunk: sse.Chunks
+    ) -> None:
+        body = job.body
+        self._job = job
+        self._run = run
+        self._prompt = prompt
         self._index = index
-        self._text = prompt.text if job.body.echo else ""
-        self._ids = bool(job.body.return_token_ids)
+        self._ids = bool(body.return_token_ids)
+        self._begun = not (body.echo or self._ids or body.prompt_logprobs is not None)
         self._logprobs = None
         if job.n_logprobs is not None:
             self._logprobs = CompletionLogprobs(job.state.engine.model.vocab)
@@ -186,59 +197,50 @@ class _ChoiceChunks:
 
     def text(self, event: Event) -> str | None:
         """The text of an event that adds nothing but text, which is the case of nearly all."""
-        return event.piece if self._plain and event.finish_reason is None else None
+        if self._plain and self._begun and event.finish_reason is None:
+            return event.piece
+        return None
 
-    def take_echo(self) -> str:
-        """The prompt, where it is to be told before the first text."""
-        echo, self._text = self._text, ""
-        return echo
-
-    def of(self, event: Event) -> dict[str, Any]:
-        """The entry of `choices` that an event makes."""
+    def of(self, event: Event) -> list[Fields]:
+        """The chunk of an event; before the first one what is to be told of the prompt."""
+        out: list[Fields] = [] if self._begun else [{"choices": [self._opening()]}]
+        self._begun = True
         entry = self._entry(event.piece, event.finish_reason)
         if self._logprobs is not None:
             found = of_events([event])
-            entry["logprobs"] = self._logprobs.of(found, [one.token for one in found])
+            entry["logprobs"] = (
+                chat_logprobs(self._job.state.engine.model.vocab, found, post=True)
+                if self._job.body.post_sampling_probs
+                else self._logprobs.of(found, [one.token for one in found])
+            )
         if self._ids:
             entry["token_ids"] = [] if event.token is None else [event.token]
+        return [*out, {"choices": [entry]}]
+
+    def _opening(self) -> dict[str, Any]:
+        """What a request wants to be told of the prompt."""
+        body, vocab = self._job.body, self._job.state.engine.model.vocab
+        entry = self._entry(self._prompt.text if body.echo else "", None)
+        known = self._run.prompt_logprobs
+        if body.echo and self._logprobs is not None:
+            tokens = self._prompt.tokens
+            entry["logprobs"] = self._logprobs.of(known or (None,) * len(tokens), tokens)
+        if body.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = prompt_logprobs_json(vocab, known)
+        if self._ids:
+            entry |= {"token_ids": [], "prompt_token_ids": self._prompt.tokens}
         return entry
 
     def _entry(self, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": self._index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-async def _chunks(job: _Job) -> AsyncGenerator[bytes, None]:
+def _chunks(job: _Job) -> AsyncGenerator[bytes, None]:
     chunk = sse.Chunks(job.head)
     n = job.body.n or 1
     choices = [
-        _ChoiceChunks(job, number * n + index, prompt, chunk)
-        for number, prompt in enumerate(job.prompts)
+        _ChoiceChunks(job, number * n + index, run, prompt, chunk)
+        for number, (run, prompt) in enumerate(zip(job.runs, job.prompts, strict=True))
         for index in range(n)
     ]
-    last: dict[str, Any] | None = None  # waits, so that it can tell what made the answer
-    async for number, batch in merged_events(job.runs):
-        out: list[bytes] = []  # an event a token, and all that are there in one piece
-        for event in batch:
-            choice = choices[number * n + event.index]
-            echo = choice.take_echo()
-            if echo:
-                out.append(choice.form.of(echo))
-            text = choice.text(event)
-            if text is not None:
-                if text:
-                    out.append(choice.form.of(text))
-                continue
-            entry = choice.of(event)
-            if entry["finish_reason"] is None:
-                out.append(chunk.data(choices=[entry]))
-                continue
-            if last is not None:
-                out.append(chunk.data(choices=[last]))
-            last = entry
-        if out:
-            yield b"".join(out)
-    results = [run.result for run in job.runs if run.result is not None]
-    own = own_json(results[-1]) if len(results) == 1 else {}
-    yield chunk.data(choices=[last], **own)
-    if wants_usage(job.body):
-        yield chunk.data(choices=[], usage=usage_json(results))
+    return chunks(chunk, job.runs, choices, with_usage=wants_usage(job.body))

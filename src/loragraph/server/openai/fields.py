@@ -33,7 +33,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "grammar_triggers": ([],),
     "preserved_tokens": ([],),
     "grammar_lazy": (False,),
-    "post_sampling_probs": (False,),
     "n_indent": (0,),
     "t_max_predict_ms": (-1, 0),
     "n_keep": (0, -1),
@@ -97,7 +96,6 @@ class GenerationBody(SamplingBody):
     grammar_lazy: Any = None
     grammar_triggers: Any = None
     preserved_tokens: Any = None
-    post_sampling_probs: Any = None
     n_indent: Any = None
     n_keep: Any = None
     t_max_predict_ms: Any = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.request import Event
+from loragraph.server.llamacpp.answers import probabilities
 from loragraph.vocab.vocab import Vocab
 
 
@@ -19,8 +20,15 @@ def of_events(events: Iterable[Event]) -> list[TokenLogprob]:
     ]
 
 
-def chat_logprobs(vocab: Vocab, found: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """Chat's form: an entry a token."""
+def chat_logprobs(
+    vocab: Vocab, found: Iterable[TokenLogprob], *, post: bool = False
+) -> dict[str, Any]:
+    """Chat's form: an entry a token.
+
+    `post`: llama-server's, with probabilities of what tokens were drawn from.
+    """
+    if post:
+        return {"content": probabilities(found, vocab, post=True), "refusal": None}
     content = [
         {
             **_entry(vocab, one.token, one.logprob),

@@ -20,7 +20,7 @@ from loragraph.ggml.lib import load_library
 from loragraph.model.files import ModelFiles
 from loragraph.tools.doctor.peft import check_folder
 from loragraph.tools.doctor.peft_logits import check_logits
-from loragraph.tools.doctor.report import Diagnosis, Finding
+from loragraph.tools.doctor.report import Diagnosis, Finding, Progress
 from loragraph.tools.doctor.strength import check_strength
 from loragraph.tools.doctor.text import NEUTRAL_TEXT, check_f16, check_text, tokens_of
 from loragraph.tools.merge import base_of
@@ -49,13 +49,15 @@ def diagnose(
     tied_output: bool | None = None,
     n_threads: int | None = None,
     ggml_folder: Paths | None = None,
+    progress: Progress | None = None,
 ) -> Diagnosis:
     """Checks `adapter` against `base`, and against what is given beside it.
 
     `peft`: the PEFT or MLX folder that it was converted from. `text`: what perplexity and KL are
     measured on (default: a short neutral one; at most 512 tokens). `f16_base`: the base before it
     was quantised. What is wrong with the adapter is in the diagnosis; what is wrong with the other
-    files, or with an argument, raises LoragraphError.
+    files, or with an argument, raises LoragraphError. `progress` gets (step, done, in all) before
+    and after each part of a step.
     """
     given = _Given(
         Path(base),
@@ -66,6 +68,7 @@ def diagnose(
         tied_output,
         n_threads,
         None if ggml_folder is None else Path(ggml_folder),
+        progress or (lambda step, done, total: None),
     )
     found = Diagnosis()
     with memory_errors(os.fspath(base)):
@@ -86,6 +89,7 @@ class _Given:
     tied_output: bool | None
     n_threads: int | None
     ggml_folder: Path | None
+    progress: Progress
 
     def options(self) -> AdapterOptions:
         """How the adapter is to be loaded."""
@@ -97,20 +101,26 @@ def _check_files(given: _Given, found: Diagnosis) -> bool:
     lib = load_library(given.ggml_folder)
     with ModelFiles(lib, given.base) as files:
         info = base_of(files)
+        given.progress("reading the adapter", 0, 1)
         problems = check_adapter(lib, given.adapter, info, **given.options())
+        given.progress("reading the adapter", 1, 1)
         for problem in problems:
             found.add("problem", "fit", str(problem))
         if problems:
             return False
-        rows = FileRows(lib, files.tensors)
+        rows = FileRows(lib, files)
         with read_adapter(lib, given.adapter, info, rows=rows, **given.options()) as adapter:
             _check_coverage(adapter, found)
             _check_scale(adapter, found)
             _check_tied(adapter, info, found)
             if given.peft is not None:
+                given.progress("converting the folder anew", 0, 1)
                 check_folder(lib, adapter, files.path, info, rows, given.peft, found)
+                given.progress("converting the folder anew", 1, 1)
             settled = given.peft is not None and found.ok
-            check_strength(lib, adapter, files.tensors, found, as_trained=settled)
+            check_strength(
+                lib, adapter, files.tensors, found, as_trained=settled, progress=given.progress
+            )
     cannot_load = load_problem(lib, given.base)
     if cannot_load is not None:
         found.add("warning", "text", f"nothing could be computed with this base: {cannot_load}")
@@ -123,14 +133,16 @@ def _check_outputs(given: _Given, text: str, found: Diagnosis) -> None:
     with Model.load(given.base, n_threads=threads, ggml_folder=folder) as model:
         tokens = tokens_of(model, text)
         adapter = model.load_adapter(given.adapter, **given.options())
-        rows = check_text(model, adapter, tokens, found)
+        rows = check_text(model, adapter, tokens, found, given.progress)
         is_alora = bool(adapter.invocation_tokens)
     if given.f16_base is not None:
         with Model.load(given.f16_base, n_threads=threads, ggml_folder=folder) as model:
             adapter = model.load_adapter(given.adapter, **given.options())
-            check_f16(model, adapter, tokens, rows, found)
+            check_f16(model, adapter, tokens, rows, found, given.progress)
     if given.peft is not None and not is_alora:  # PEFT starts an aLoRA at its invocation
+        given.progress("computing the text with PEFT", 0, 1)
         check_logits(given.base, given.peft, tokens, rows, found)
+        given.progress("computing the text with PEFT", 1, 1)
 
 
 def _check_coverage(adapter: Adapter, found: Diagnosis) -> None:

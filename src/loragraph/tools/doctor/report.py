@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Level = Literal["problem", "warning", "fact"]
+
+Progress = Callable[[str, int, int], None]
+"""Gets what is being done, how much of it is done, and how much it is in all."""
 
 
 @dataclass(frozen=True, slots=True)

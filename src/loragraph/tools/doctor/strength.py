@@ -19,7 +19,7 @@ from loragraph.adapters.base import TOKEN_EMBD
 from loragraph.ggml.gguf import TensorInfo
 from loragraph.ggml.lib import Library
 from loragraph.tools.deltas import Delta, Term, Use, delta_of
-from loragraph.tools.doctor.report import Diagnosis
+from loragraph.tools.doctor.report import Diagnosis, Progress
 from loragraph.tools.tensor_values import read_f32
 
 LARGE, HUGE, TINY = 0.15, 0.5, 1e-4
@@ -41,6 +41,7 @@ def check_strength(
     tensors: Mapping[str, TensorInfo],
     found: Diagnosis,
     *,
+    progress: Progress,
     as_trained: bool = False,
 ) -> None:
     """Ratios of norms for all targets, and what they say.
@@ -48,12 +49,14 @@ def check_strength(
     `as_trained`: the comparison with the training's own files has settled the strength.
     """
     ratios: dict[str, float] = {}
-    for target in adapter.pairs:
+    for done, target in enumerate(adapter.pairs):
+        progress("measuring the change", done, len(adapter.pairs))
         delta = delta_of([Term(Use(adapter, 1.0), target)])
         weight = read_f32(lib, tensors.get(target) or tensors[TOKEN_EMBD])
         norm = math.sqrt(float(np.sum(np.square(weight, dtype=np.float64))))
         change = math.sqrt(max(0.0, inner_product(delta, delta)))
         ratios[target] = change / norm if norm else math.inf
+    progress("measuring the change", len(adapter.pairs), len(adapter.pairs))
     finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
     if not finite:
         return

@@ -18,11 +18,12 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
 from loragraph.errors import ConfigError
-from loragraph.tools.doctor.report import Diagnosis
+from loragraph.tools.doctor.report import Diagnosis, Progress
 
 MAX_TOKENS = 512
 _MAX_LOGITS = 1 << 25  # of one run: 128 MB; three are kept
 _CHUNK_ROWS = 16
+_BATCH = 64  # tokens from one sign of progress to the next
 MAX_TEXT_BYTES = 1 << 20
 UNCHANGED, HARDLY = 1e-9, 1e-4  # KL in nats
 WORSE = 3.0  # times the base's perplexity
@@ -76,13 +77,6 @@ def tokens_of(model: Model, text: str) -> list[int]:
     return list(tokens)
 
 
-def logits_of(context: Context, tokens: Sequence[int], scales: Mapping[Adapter, float]) -> Logits:
-    """Logits at each position of a fresh sequence."""
-    context.clear()
-    context.set_adapters(scales)
-    return context.decode(tokens)
-
-
 def log_softmax(logits: Logits) -> NDArray[np.float64]:
     """Log-probabilities of a few rows, f64."""
     rows: NDArray[np.float64] = logits.astype(np.float64)
@@ -116,16 +110,38 @@ def divergence(p: Logits, q: Logits) -> float:
 
 def exact_context(model: Model, n_tokens: int) -> Context:
     """A context without rounded cells, for numbers that are compared."""
-    return Context(model, n_ctx=n_tokens, kv_type="f32", attention="plain", n_batch=n_tokens)
+    return Context(model, n_ctx=n_tokens, kv_type="f32", attention="plain", n_batch=_BATCH)
+
+
+def runs_of(
+    model: Model,
+    tokens: Sequence[int],
+    mixes: Sequence[Mapping[Adapter, float]],
+    step: str,
+    progress: Progress,
+) -> list[Logits]:
+    """Logits of the text with each mix of adapters, each on a fresh sequence."""
+    logits = [np.empty((len(tokens), model.hparams.n_vocab), np.float32) for _ in mixes]
+    total = len(mixes) * len(tokens)
+    with exact_context(model, len(tokens)) as context:
+        for i, scales in enumerate(mixes):
+            context.clear()
+            context.set_adapters(scales)
+            for start in range(0, len(tokens), _BATCH):
+                progress(step, i * len(tokens) + start, total)
+                part = tokens[start : start + _BATCH]
+                logits[i][start : start + len(part)] = context.decode(part)
+    progress(step, total, total)
+    return logits
 
 
 def check_text(
-    model: Model, adapter: Adapter, tokens: Sequence[int], found: Diagnosis
+    model: Model, adapter: Adapter, tokens: Sequence[int], found: Diagnosis, progress: Progress
 ) -> tuple[Logits, Logits]:
     """Measures base, adapter and half scale; gives the logits of base and adapter."""
-    with exact_context(model, len(tokens)) as context:
-        base = logits_of(context, tokens, {})
-        rows = {scale: logits_of(context, tokens, {adapter: scale}) for scale in (0.5, 1.0)}
+    mixes: list[dict[Adapter, float]] = [{}, {adapter: 0.5}, {adapter: 1.0}]
+    base, half, full = runs_of(model, tokens, mixes, "computing the text", progress)
+    rows = {0.5: half, 1.0: full}
     effects = {
         scale: Effect(
             scale,
@@ -177,6 +193,7 @@ def check_f16(
     tokens: Sequence[int],
     rows: tuple[Logits, Logits],
     found: Diagnosis,
+    progress: Progress,
 ) -> None:
     """The same text on an F16 base: is a drift the adapter's or the quantisation's?
 
@@ -188,9 +205,8 @@ def check_f16(
             f"base, got {model.hparams.n_vocab}",
             field="f16_base",
         )
-    with exact_context(model, len(tokens)) as context:
-        base = logits_of(context, tokens, {})
-        full = logits_of(context, tokens, {adapter: 1.0})
+    mixes: list[dict[Adapter, float]] = [{}, {adapter: 1.0}]
+    base, full = runs_of(model, tokens, mixes, "computing the text on the F16 base", progress)
     kl_base, kl_full = divergence(base, rows[0]), divergence(full, rows[1])
     effect = divergence(base, full)
     found.numbers["f16"] = {

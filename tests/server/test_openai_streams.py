@@ -1,0 +1,111 @@
+"""What a stream tells of the prompt: the same as the whole answer, in its first chunk."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello world"}]}
+TEXT: dict[str, Any] = {"prompt": ["hello the world", "a b"]}
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+
+
+def chunks_of(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream."""
+    text = http.post(path, json={**body, "stream": True}).text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def assert_alike(got: Any, expected: Any) -> None:
+    """The same but for what other rows in a step change in a number."""
+    if isinstance(expected, float):
+        assert got == pytest.approx(expected, abs=1e-3)
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_alike(got[key], value)
+    elif isinstance(expected, list):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_alike(one, other)
+    else:
+        assert got == expected
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("model", ["base", "alpha"])
+def test_prompt_logprobs_in_a_chat(http: httpx.Client, n: int, model: str) -> None:
+    """They stand in the first chunk alone, which also has the role."""
+    body = {**CHAT, **OPTIONS, "n": n, "model": model, "prompt_logprobs": 2}
+    whole = http.post("/v1/chat/completions", json=body).json()
+
+    chunks = chunks_of(http, "/v1/chat/completions", body)
+
+    assert_alike(chunks[0]["prompt_logprobs"], whole["prompt_logprobs"])
+    assert all("prompt_logprobs" not in chunk for chunk in chunks[1:])
+    assert whole["prompt_logprobs"][0] is None
+    assert len(whole["prompt_logprobs"]) == whole["usage"]["prompt_tokens"]
+    for index, choice in enumerate(whole["choices"]):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(entry["delta"].get("content", "") for entry in own)
+        assert text == choice["message"]["content"]
+
+
+def test_prompt_logprobs_of_completions(http: httpx.Client) -> None:
+    """In the first chunk of each choice, of its own prompt."""
+    body = {**TEXT, **OPTIONS, "n": 2, "prompt_logprobs": 0}
+    whole = http.post("/v1/completions", json=body).json()
+
+    chunks = chunks_of(http, "/v1/completions", body)
+
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert_alike(own[0]["prompt_logprobs"], choice["prompt_logprobs"])
+        assert all("prompt_logprobs" not in entry for entry in own[1:])
+        assert "".join(entry["text"] for entry in own) == choice["text"]
+    lengths = {len(choice["prompt_logprobs"]) for choice in whole["choices"]}
+    assert len(lengths) == 2
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_echo(http: httpx.Client, logprobs: int | None, max_tokens: int) -> None:
+    """The prompt's text comes first, with its log-probabilities where they are asked for."""
+    body = {**TEXT, **OPTIONS, "echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
+    whole = http.post("/v1/completions", json=body).json()
+
+    chunks = chunks_of(http, "/v1/completions", body)
+
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(entry["text"] for entry in own) == choice["text"]
+        assert own[0]["text"] == TEXT["prompt"][choice["index"]]
+        for name in choice["logprobs"] or ():
+            parts = [entry["logprobs"][name] for entry in own if entry["logprobs"]]
+            assert_alike([value for part in parts for value in part], choice["logprobs"][name])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+)
+def test_token_ids(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """Those of the prompt in the first chunk, each token's in its own."""
+    body = {**body, **OPTIONS, "return_token_ids": True}
+    whole = http.post(path, json=body).json()
+
+    chunks = chunks_of(http, path, body)
+
+    for choice in whole["choices"]:
+        own = [c for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        entries = [chunk["choices"][0] for chunk in own]
+        ids = [token for entry in entries for token in entry.get("token_ids", [])]
+        assert ids == choice["token_ids"]
+        expected = whole if "messages" in body else choice
+        first = own[0] if "messages" in body else entries[0]
+        assert first["prompt_token_ids"] == expected["prompt_token_ids"]
