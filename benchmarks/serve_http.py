@@ -50,7 +50,14 @@ def listening(engine: Engine) -> Iterator[tuple[int, ServerState]]:
     app = create_app(engine, ServerConfig(with_page=False))
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=5,
+        loop="asyncio",
+        http="h11",
+        ws="none",  # as `loragraph serve` has them
+    )
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, args=([sock],), name="server")
     thread.start()

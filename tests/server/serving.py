@@ -73,7 +73,14 @@ def listening(app: Any) -> Iterator[tuple[str, Any]]:
     """Runs an application in a thread; its URL."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=5,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+    )
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, args=([sock],), name="server", daemon=True)
     thread.start()

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from loragraph.cli.library import ggml_folder
-from loragraph.cli.serve_log import access_lines
 from loragraph.cli.serve_plan import Plan
 from loragraph.cli.serve_report import show_report
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.errors import ConfigError, LoragraphError
+from loragraph.server.access_file import access_lines
 from loragraph.server.app import create_app
 from loragraph.server.config import ServerConfig
 from loragraph.server.state import ServerState
@@ -201,6 +201,9 @@ def _uvicorn_config(plan: Plan, app: FastAPI) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=_LAST_WORDS_S,
         timeout_keep_alive=65,
+        loop="asyncio",  # whatever else is installed: h11 bounds headers, httptools does not
+        http="h11",
+        ws="none",
         ssl_keyfile=key,
         ssl_certfile=cert,
     )

@@ -12,6 +12,7 @@ from loragraph.engine.counters import Gaps
 from loragraph.engine.generate import Prompt
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.params import SamplingParams
+from loragraph.engine.registry import Generation
 from loragraph.engine.sequence import FinishReason
 from loragraph.errors import LoragraphError
 
@@ -26,6 +27,7 @@ class Request:
     never share cells. `deadline_s` counts from the submission. `prompt_logprobs` k asks for the
     log-probabilities of the prompt's tokens, each given those before it, and of the k most likely
     ones (at most MAX_LOGPROBS): all of the prompt is computed then, whatever the prefix tree holds.
+    `generations`: what names meant when the caller looked them up; others mean what they mean now.
     """
 
     prompt: Prompt
@@ -36,6 +38,7 @@ class Request:
     deadline_s: float | None = None
     chat: bool = False  # a text is one user message
     prompt_logprobs: int | None = None
+    generations: tuple[Generation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

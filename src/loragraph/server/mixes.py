@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loragraph.engine.registry import Generation
 from loragraph.engine.request import AdapterUse
 from loragraph.errors import InvalidRequestError, ModelNotFoundError
 from loragraph.server.sidecar import NO_DEFAULTS, Defaults
@@ -28,6 +29,7 @@ class RequestMix:
     scales: Mapping[str, float]  # names and user scales, zeros included; empty: the base
     is_default: bool = False  # nothing was asked for, so these are the server's
     defaults: Defaults = NO_DEFAULTS  # what its adapters give a request that says nothing itself
+    generations: tuple[Generation, ...] = ()  # what the names meant, all at one moment
 
     def template(self, state: ServerState) -> ChatTemplate | None:
         """The template of its chats."""
@@ -51,9 +53,11 @@ def resolve_mix(
     """
     mix = _choose(state, model, lora, adapters)
     names = [name for name, scale in mix.scales.items() if scale != 0]
-    generations = [state.engine.registry.resolve(name) for name in names]
+    generations = tuple(state.engine.registry.resolve_all(names))
     defaults = state.sidecars.for_mix(generations, key)
-    return mix if adapter_defaults is False else replace(mix, defaults=defaults)
+    if adapter_defaults is False:
+        defaults = NO_DEFAULTS
+    return replace(mix, defaults=defaults, generations=generations)
 
 
 def _choose(state: ServerState, model: str | None, lora: Any, adapters: Any) -> RequestMix:
