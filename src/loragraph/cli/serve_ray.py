@@ -6,16 +6,16 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from rich.console import Console
 
 from loragraph.cli.serve_plan import Plan
+from loragraph.cli.serving import bound_socket
 from loragraph.cluster.transports import SCHEMES
 from loragraph.errors import ConfigError
 from loragraph.server.config import ServerConfig
@@ -79,35 +79,35 @@ def _range(text: str | None) -> tuple[int, int] | None:
 def run_ray(plan: Plan, config: ServerConfig, ray: RayPlan, console: Console) -> None:
     """Serves until a signal ends it. Raises what kept it from starting."""
     try:
-        from loragraph.ray import local
+        from loragraph.ray import local  # and all of Ray
     except ImportError as error:
         raise ConfigError(
             f"expected Ray Serve, which is not installed ({error})",
             field="--ray",
             hint="pip install 'loragraph[ray]'",
         ) from error
+    with bound_socket(plan.host, plan.port) as sock:  # Serve says less of what is wrong with it
+        port = int(sock.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="loragraph-") as own:
         args = app_args(plan, config, ray, Path(own))
-        listen = local.Listen(plan.host, plan.port, plan.tls)
-        stop = _Stop()
+        listen = local.Listen(plan.host, port, plan.tls)
+        n_cpus = max(os.cpu_count() or 1, args.cpus_per_replica * ray.n_most)
         console.print(f"starting  {ray.n_most} replicas at most, {args.n_threads} threads each")
-        with (
-            local.cluster(
-                max(os.cpu_count() or 1, args.cpus_per_replica * ray.n_most), ray.address
-            ),
-            local.running(args, listen) as replicas,
-            stop.on_signals(),
-        ):
-            _tell(console, plan, config, ray, args.base_names[0])
-            stop.wait()
-            console.print("draining  running requests end; a second signal ends them")
-            local.drain(replicas, plan.drain_timeout_s, stop.again)
+        with Stop() as stop, local.cluster(n_cpus, ray.address):
+            stop.install()  # once more: Ray has handlers of its own
+            with local.running(args, listen) as replicas:
+                _tell(console, plan, config, ray, port)
+                stop.wait()
+                console.print("draining  running requests end; a second signal ends them")
+                local.drain(replicas, plan.drain_timeout_s, stop.again)
 
 
 def app_args(plan: Plan, config: ServerConfig, ray: RayPlan, own: Path) -> Any:
     """The application's arguments (AppArgs); `own`: a folder of this run."""
     from loragraph.ray.options import AdapterArg, AppArgs
 
+    if plan.access_log is not None and str(plan.access_log) == "-":
+        raise ConfigError("expected a file, as replicas have no terminal", field="--access-log")
     threads = plan.threads
     if threads is None:
         threads = 1 if ray.address else max(1, (os.cpu_count() or 1) // ray.n_most)
@@ -164,38 +164,60 @@ def _source(path: str) -> str:
     return path if "://" in path else str(Path(path).absolute())
 
 
-def _tell(console: Console, plan: Plan, config: ServerConfig, ray: RayPlan, base_name: str) -> None:
+def _tell(console: Console, plan: Plan, config: ServerConfig, ray: RayPlan, port: int) -> None:
     scheme = "http" if plan.tls is None else "https"
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     keys = "" if config.has_keys else ", open to all who reach it"
     n = f"{ray.replicas}" if ray.autoscale is None else "{} to {}".format(*ray.autoscale)
+    base_name = config.aliases[0] if config.aliases else plan.base.stem
     console.print(f"base      {base_name}: {plan.base}", soft_wrap=True)
     console.print(f"replicas  {n}", soft_wrap=True)
-    console.print(f"listening at {scheme}://{host}:{plan.port}{keys}", soft_wrap=True)
+    console.print(f"listening at {scheme}://{host}:{port}{keys}", soft_wrap=True)
 
 
-class _Stop:
-    """The signals that end a server: the first drains, the second ends what runs."""
+class Stop:
+    """The signals that end a server: the first drains, the second ends what runs.
+
+    One that comes before wait() leaves the `with` block at once.
+    """
 
     def __init__(self) -> None:
-        self._first = threading.Event()
         self.again = threading.Event()
+        self._first = threading.Event()
+        self._waits = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Handles them until the block is left."""
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.signal(sig, self._handle)
+            self._before.setdefault(sig, handler)
 
     def wait(self) -> None:
         """Until the first."""
+        self._waits = True
         while not self._first.wait(_POLL_S):  # not for ever at once: signals come in between
             pass
 
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Handles them meanwhile."""
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {sig: signal.signal(sig, self._handle) for sig in signals}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+    def __enter__(self) -> Stop:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        for sig, handler in self._before.items():
+            signal.signal(sig, handler)
+        return isinstance(exc, _EndedError)
 
     def _handle(self, sig: int, frame: FrameType | None) -> None:
-        (self.again if self._first.is_set() else self._first).set()
+        if self._first.is_set():
+            self.again.set()
+            return
+        self._first.set()
+        if not self._waits:
+            raise _EndedError
+
+
+class _EndedError(BaseException):
+    """A signal came while all was still starting."""

@@ -39,7 +39,7 @@ def run_server(plan: Plan, config: ServerConfig, console: Console) -> None:
 
     It listens before it loads, so that /health can tell; what cannot be loaded ends it.
     """
-    with access_lines(plan.access_log), _bound_socket(plan.host, plan.port) as sock:
+    with access_lines(plan.access_log), bound_socket(plan.host, plan.port) as sock:
         app = create_app(None, config)
         server = _Server(plan, app)
         opening = _Opening(plan, app, server, console, _url(sock, plan))
@@ -214,7 +214,7 @@ def _uvicorn_config(plan: Plan, app: FastAPI) -> uvicorn.Config:
     return config
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
     """A socket bound to the address; ConfigError where that is not possible."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"expected a port from 0 to 65535, got {port}", field="--port")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -91,6 +92,7 @@ def running(args: AppArgs, listen: Listen) -> Iterator[DeploymentHandle[Any]]:
         ssl_certfile=None if cert is None else str(cert),
     )
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http, logging_config=quiet)
     try:
         app = application(args)
