@@ -61,6 +61,13 @@ def serve(
     props: options.Props = False,
     page: options.Page = True,
     access_log: options.AccessLog = None,
+    ray: options.Ray = False,
+    replicas: options.Replicas = 1,
+    autoscale: options.Autoscale = None,
+    ray_address: options.RayAddress = None,
+    catalogue: options.CatalogueDir = None,
+    lora_cache: options.LoraCache = None,
+    lora_scheme: options.LoraScheme = None,
 ) -> None:
     """Serve BASE and adapters over HTTP: OpenAI's routes, llama-server's and vLLM's."""
     adapters = served_adapters(
@@ -115,10 +122,18 @@ def serve(
         drain_timeout_s=drain_timeout,
         access_log=access_log,
     )
-    from loragraph.cli.serving import run_server  # what it imports would slow all other commands
-
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    run_server(plan, config, console)
+    # What these import would slow all other commands.
+    if ray:
+        from loragraph.cli.serve_ray import ray_plan, run_ray
+
+        schemes = _values(lora_scheme, "--lora-scheme")
+        many = ray_plan(replicas, autoscale, ray_address, catalogue, lora_cache, schemes)
+        run_ray(plan, config, many, console)
+    else:
+        from loragraph.cli.serving import run_server
+
+        run_server(plan, config, console)
 
 
 def _default_mix(adapters: Sequence[ServedAdapter]) -> dict[str, float]:

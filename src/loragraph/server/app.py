@@ -24,15 +24,22 @@ from loragraph.server import (
 )
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate
-from loragraph.server.state import ServerState
+from loragraph.server.state import AdapterAdmin, Ids, ServerState
 
 
-def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
+def create_app(
+    engine: Engine | None,
+    config: ServerConfig,
+    *,
+    admin: AdapterAdmin | None = None,
+    ids: Ids | None = None,
+) -> FastAPI:
     """The application for one engine, which the caller closes.
 
-    Without one it answers 503 until `app.state.loragraph.opened(engine)` is called.
+    Without one it answers 503 until `app.state.loragraph.opened(engine)` is called. `admin` and
+    `ids`: who changes and numbers the adapters, where that is not a matter of this server alone.
     """
-    state = ServerState(config)
+    state = ServerState(config, admin or adapters_api.LocalAdmin(), ids)
     app = FastAPI(
         title="loragraph",
         version=_version(),

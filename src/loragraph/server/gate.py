@@ -62,6 +62,10 @@ class Gate:
                 await discard_body(receive, 4 * self._config.max_body_bytes)
             await error.response(scope, receive, send_with_id)
 
+    def refuses(self, scope: Scope) -> bool:
+        """Whether a request would be answered here, without its body being read."""
+        return self._refusal(dict(scope), Headers(scope=scope)) is not None
+
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         config, path, method = self._config, scope["path"], scope["method"]
         if not self._knows_host(headers):
