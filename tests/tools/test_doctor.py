@@ -351,5 +351,5 @@ def test_other_magnitudes_or_biases_than_were_trained(
         [tensor(one, values) for one, values in tensors.items()],
     )
     found = diagnose(base_of(name), wrong, peft=GOLDEN / name, n_threads=1)
-    assert "1 targets have other magnitudes or biases" in message(found, "peft")
+    assert "1 targets have other magnitudes, biases or norms" in message(found, "peft")
     assert target.rpartition(".")[0] in message(found, "peft")

@@ -93,12 +93,12 @@ def _targets(console: Console, targets: Sequence[dict[str, Any]]) -> None:
     table = Table("target", "from", "rank", "scale", "folded into lora_b", "also")
     for target in targets:
         modules = ", ".join(target["modules"][:2]) + (" …" if target["n_modules"] > 2 else "")
-        also = [key for key in ("magnitude", "bias") if target[key]]
-        also += [] if target["method"] == "lora" else [f"trained {target['method']}"]
+        also = [key for key in ("magnitude", "bias", "delta") if target[key]]
+        also += [f"trained {target['method']}"] if target["method"] in ("weights", "tokens") else []
         row = (
             target["target"],
             modules,
-            str(target["rank"]),
+            str(target["rank"] or ""),
             _numbers(target["scales"]),
             _numbers(target["folded"]),
             ", ".join(also),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.adapters.convert.assemble import bias, magnitude, pair_arrays
+from loragraph.adapters.convert.assemble import bias, delta, magnitude, pair_arrays
 from loragraph.adapters.convert.config import looks_like_path
 from loragraph.adapters.convert.plan import Plan, PlannedTarget
 from loragraph.adapters.draft import ALPHA_KEY, INVOCATION_KEY, TIED_OUTPUT_KEY
@@ -44,14 +44,16 @@ def out_tensors(plan: Plan, outtype: OutType) -> list[OutTensor]:
     """All tensors in file order. Vectors are F32; rows that Q8_0 cannot hold become F16."""
     out = []
     for target in plan.targets:
-        out += [
-            OutTensor(f"{target.target}.lora_a", target.shape_a, _type(outtype, target.shape_a)),
-            OutTensor(f"{target.target}.lora_b", target.shape_b, _type(outtype, target.shape_b)),
-        ]
-        if target.magnitude:
-            out.append(OutTensor(f"{target.target}.lora_magnitude", (target.n_rows,), F32))
-        if target.bias:
-            out.append(OutTensor(f"{target.target}.lora_bias", (target.n_rows,), F32))
+        for half, shape in (("lora_a", target.shape_a), ("lora_b", target.shape_b)):
+            if target.rank:
+                out.append(OutTensor(f"{target.target}.{half}", shape, _type(outtype, shape)))
+        for name, part in (
+            ("lora_magnitude", target.magnitude),
+            ("lora_bias", target.bias),
+            ("lora_delta", target.delta),
+        ):
+            if part:
+                out.append(OutTensor(f"{target.target}.{name}", (target.n_rows,), F32))
     return out
 
 
@@ -117,13 +119,16 @@ def _write(plan: Plan, path: Path, outtype: OutType, name: str, progress: Progre
 
 
 def _arrays(plan: Plan, target: PlannedTarget) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    a, b = pair_arrays(plan, target)
-    yield f"{target.target}.lora_a", a
-    yield f"{target.target}.lora_b", b
+    if target.rank:
+        a, b = pair_arrays(plan, target)
+        yield f"{target.target}.lora_a", a
+        yield f"{target.target}.lora_b", b
     if target.magnitude:
         yield f"{target.target}.lora_magnitude", magnitude(plan, target)
     if target.bias:
         yield f"{target.target}.lora_bias", bias(plan, target)
+    if target.delta:
+        yield f"{target.target}.lora_delta", delta(plan, target)
 
 
 def _metadata(writer: Any, plan: Plan, name: str) -> None:
