@@ -52,7 +52,12 @@ def listening(engine: Engine) -> Iterator[tuple[int, ServerState]]:
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     settings = uvicorn.Config(
-        app, http=StreamProtocol, log_level="warning", timeout_graceful_shutdown=5
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=5,
+        loop="asyncio",
+        http=StreamProtocol,
+        ws="none",  # as `loragraph serve` has them
     )
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, args=([sock],), name="server")

@@ -11,6 +11,7 @@ import pytest
 
 from loragraph.server.config import ServerConfig
 from tests.server.serving import Served, serving, write_files
+from tests.tiny import TinyLlama
 
 POET = """
 task_name = "poems"
@@ -167,6 +168,8 @@ ROUTES = [
     ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
     ("/apply-template", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/chat/completions/input_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/embeddings", {"input": "a"}),
 ]
 
 
@@ -241,3 +244,44 @@ def test_a_default_grammar_holds_until_a_request_brings_its_own(tmp_path: Path) 
 
     assert (first["content"], second["content"]) == ("yes", "no")
     assert third["choices"][0]["text"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/completion", {"prompt": "a"}),
+        ("/completion", {"prompt": ["a", "b"], "stream": True}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/completions", {"prompt": "a", "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+def test_the_key_is_asked_for_when_a_request_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any]
+) -> None:
+    """The name meant an adapter for everyone when the request was read, and was swapped before it
+    was submitted: it was computed with one that is not for its key.
+    """
+    ids = {"fim_pre": 6, "fim_suf": 7, "fim_mid": 8}
+    write_files(
+        tmp_path, TinyLlama(extra={f"tokenizer.ggml.{k}_token_id": v for k, v in ids.items()})
+    )
+    files = tmp_path / "adapters"
+    (files / "beta.toml").write_text('keys = ["for-beta"]')
+    with serving(tmp_path, ServerConfig(api_keys=("for-beta", "other"))) as own:
+        for_mix = own.state.sidecars.for_mix
+
+        def swapped(*args: Any) -> Any:
+            found = for_mix(*args)
+            own.engine.load_adapter("alpha", files / "beta.gguf")
+            return found
+
+        monkeypatch.setattr(own.state.sidecars, "for_mix", swapped)
+        for key, status in (("other", 403), ("for-beta", 200)):
+            own.engine.load_adapter("alpha", files / "alpha.gguf")
+            with own.client(key) as client:
+                answer = client.post(route, json={**body, "model": "alpha"})
+            assert answer.status_code == status, answer.text

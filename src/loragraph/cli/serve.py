@@ -57,6 +57,7 @@ def serve(
     cors_origin: options.CorsOrigin = None,
     metrics: options.Metrics = False,
     slots: options.Slots = True,
+    slot_save_path: options.SlotSavePath = None,
     props: options.Props = False,
     page: options.Page = True,
     access_log: options.AccessLog = None,
@@ -82,6 +83,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         n_http_threads=threads_http,
         send_timeout_s=send_timeout,
+        slot_save_path=_folder(slot_save_path, "--slot-save-path"),
         sse_ping_interval_s=sse_ping_interval,
         with_metrics=metrics,
         with_slots=slots,
@@ -144,6 +146,12 @@ def _keys(given: Sequence[str] | None, flag: str, file: Path | None) -> tuple[st
             raise ConfigError(f"{file}: expected keys, got none", field=f"{flag}-file")
         keys += found
     return tuple(keys)
+
+
+def _folder(path: Path | None, flag: str) -> Path | None:
+    if path is not None and not path.is_dir():
+        raise ConfigError(f"expected a folder, got {path}", field=flag)
+    return path
 
 
 def _tls(key: Path | None, cert: Path | None) -> tuple[Path, Path] | None:

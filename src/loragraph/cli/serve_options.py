@@ -206,6 +206,12 @@ CorsOrigin = Annotated[
 # Routes
 Metrics = Annotated[bool, _option(_ROUTES, "--metrics/--no-metrics", text="GET /metrics.")]
 Slots = Annotated[bool, _option(_ROUTES, "--slots/--no-slots", text="GET /slots.")]
+SlotSavePath = Annotated[
+    Path | None,
+    _option(
+        _ROUTES, "--slot-save-path", text="Folder for POST /slots, which saves and restores cells."
+    ),
+]
 Props = Annotated[bool, _option(_ROUTES, "--props/--no-props", text="POST /props.")]
 Page = Annotated[bool, _option(_ROUTES, "--page/--no-page", text="The page at /.")]
 AccessLog = Annotated[

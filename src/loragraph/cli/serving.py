@@ -197,7 +197,9 @@ def _uvicorn_config(plan: Plan, app: FastAPI) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
         app,
+        loop="asyncio",  # whatever else is installed
         http=StreamProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,

@@ -23,11 +23,12 @@ from loragraph.engine.options import memory_errors
 from loragraph.engine.registry import Generation, Registry
 from loragraph.engine.requests import EngineRequests
 from loragraph.engine.residency import Residency
+from loragraph.engine.seat_cells import erase_seat, read_seat, save_seat
 from loragraph.engine.sequence_table import SequenceRow
 from loragraph.engine.session import load_cells, save_cells
 from loragraph.engine.table import EngineStats
 from loragraph.engine.thread import EngineThread
-from loragraph.errors import LifecycleError, LoragraphError
+from loragraph.errors import InvalidRequestError, LifecycleError, LoragraphError
 from loragraph.graph.lowrank.routed import RoutedLowering
 from loragraph.graph.lowrank.stacked import StackedLowering
 
@@ -141,6 +142,43 @@ class Engine(EngineRequests, EngineAdapters):
         model, scheduler = self.model.fingerprint, self._core.scheduler
         n_vocab = self.model.hparams.n_vocab
         return self._thread.call(lambda: load_cells(path, scheduler, self._runner, model, n_vocab))
+
+    def save_seat(self, path: str | os.PathLike[str], seat: int) -> int:
+        """save_session() of the cells of one seat's sequence, or of its last one."""
+        self._check_seat(seat)
+        model, core = self.model.fingerprint, self._core
+        return self._thread.call(lambda: save_seat(path, seat, core, self._runner, model))
+
+    def restore_seat(self, path: str | os.PathLike[str], seat: int) -> int:
+        """load_session() of a file of save_seat(); how many of its tokens there are cells of now.
+
+        They count as the seat's last sequence, and any request hits them.
+        """
+        self._check_seat(seat)
+        held = read_seat(path)
+
+        def restored() -> int:
+            tree = self._core.scheduler.tree
+            self._core.seats.put(seat, held)
+            return tree.n_found(held.tokens, held.parts)
+
+        self.load_session(path)
+        return self._thread.call(restored)
+
+    def erase_seat(self, seat: int) -> int:
+        """Drops what nobody else uses of the cells of a seat's last sequence; how many tokens.
+
+        LifecycleError while a sequence runs there.
+        """
+        self._check_seat(seat)
+        return self._thread.call(lambda: erase_seat(seat, self._core))
+
+    def _check_seat(self, seat: int) -> None:
+        self._check_open()
+        if not 0 <= seat < self.config.max_sequences:
+            raise InvalidRequestError(
+                f"seat: expected 0 to {self.config.max_sequences - 1}, got {seat}", param="seat"
+            )
 
     # -- life -------------------------------------------------------------------------------------
 

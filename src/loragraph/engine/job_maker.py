@@ -41,6 +41,9 @@ class JobMaker:
     ) -> Job:
         """Checks a request and makes it ready, on the caller's thread."""
         scales = self.resolve(request.adapters)
+        if request.admits is not None:
+            for generation in scales:
+                request.admits(generation)
         n = integer_field(request.n, "n", 1, MAX_CHOICES)
         if not isinstance(request.cache_salt, str):
             raise InvalidRequestError("cache_salt: expected a text", param="cache_salt")

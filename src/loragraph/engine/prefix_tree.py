@@ -177,6 +177,18 @@ class PrefixTree:
         self.stats.n_evicted += dropped
         return dropped
 
+    def drop(self, node: Node) -> int:
+        """Drops `node` and its ancestors as far as nobody uses them or goes on from them."""
+        dropped = 0
+        while node in self._leaves:
+            parent = node.parent
+            assert parent is not None
+            while node.parent is not None:
+                dropped += self._drop_tail(node)
+            node = parent
+        self.stats.n_evicted += dropped
+        return dropped
+
     def clear(self) -> int:
         """Drops every token that no sequence uses."""
         dropped = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ from loragraph.engine.counters import Gaps
 from loragraph.engine.generate import Prompt
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.params import SamplingParams
+from loragraph.engine.registry import Generation
 from loragraph.engine.sequence import FinishReason
 from loragraph.errors import LoragraphError
 
@@ -26,6 +27,8 @@ class Request:
     never share cells. `deadline_s` counts from the submission. `prompt_logprobs` k asks for the
     log-probabilities of the prompt's tokens, each given those before it, and of the k most likely
     ones (at most MAX_LOGPROBS): all of the prompt is computed then, whatever the prefix tree holds.
+    `admits` is called with each generation that a name means at the submission, on the caller's
+    thread, and raises for one that the request may not use.
     """
 
     prompt: Prompt
@@ -36,6 +39,7 @@ class Request:
     deadline_s: float | None = None
     chat: bool = False  # a text is one user message
     prompt_logprobs: int | None = None
+    admits: Callable[[Generation], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

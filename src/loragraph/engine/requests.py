@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from loragraph.engine.async_stream import AsyncStream
-from loragraph.engine.client import Client, Make
+from loragraph.engine.client import Client
 from loragraph.engine.embedding import Pooling
 from loragraph.engine.generate import Prompt, SamplingFields, sampling_params
 from loragraph.engine.handle import EngineStream
@@ -142,7 +142,8 @@ class EngineRequests(ABC):
         batches, and "last" uses the prefix tree.
         """
         self._check_open()
-        make = self._embedding(prompt, adapters, pooling, normalize, cache_salt, deadline_s)
+        request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
+        make = partial(self._jobs.make_embedding, request, pooling, normalize)
         (answer,) = self._client.answers([make])
         assert isinstance(answer, Embedding)
         return answer
@@ -158,23 +159,18 @@ class EngineRequests(ABC):
         deadline_s: float | None = None,
     ) -> Embedding:
         """embed() for asyncio; cancelling the task cancels the request."""
+        request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
+        return await self.aembed_request(request, pooling=pooling, normalize=normalize)
+
+    async def aembed_request(
+        self, request: Request, *, pooling: Pooling = "mean", normalize: int = 2
+    ) -> Embedding:
+        """aembed() of a request; its `params`, `n` and `prompt_logprobs` mean nothing."""
         self._check_open()
-        make = self._embedding(prompt, adapters, pooling, normalize, cache_salt, deadline_s)
+        make = partial(self._jobs.make_embedding, request, pooling, normalize)
         answer = await self._client.answer(make)
         assert isinstance(answer, Embedding)
         return answer
-
-    def _embedding(
-        self,
-        prompt: Prompt,
-        adapters: Mapping[str, float] | None,
-        pooling: Pooling,
-        normalize: int,
-        cache_salt: str,
-        deadline_s: float | None,
-    ) -> Make:
-        request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
-        return partial(self._jobs.make_embedding, request, pooling, normalize)
 
     @abstractmethod
     def _check_open(self) -> None:

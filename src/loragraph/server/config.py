@@ -28,6 +28,7 @@ class ServerConfig:
     max_prompts: int = 2048  # in one request
     n_http_threads: int = 16  # that tokenise, render templates and convert schemas
     send_timeout_s: float = 120.0  # a client that reads nothing for so long is cut off
+    slot_save_path: Path | None = None  # where slots are saved to; None: POST /slots is closed
     sse_ping_interval_s: float = 30.0  # longest silence of a stream; 0 and below: any
     with_metrics: bool = False  # GET /metrics
     with_slots: bool = True  # GET /slots

@@ -7,10 +7,11 @@ that disagree are a 400. `[]`, `{}` and scales of 0 mean the base.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loragraph.engine.registry import Generation
 from loragraph.engine.request import AdapterUse
 from loragraph.errors import InvalidRequestError, ModelNotFoundError
 from loragraph.server.sidecar import NO_DEFAULTS, Defaults
@@ -28,6 +29,17 @@ class RequestMix:
     scales: Mapping[str, float]  # names and user scales, zeros included; empty: the base
     is_default: bool = False  # nothing was asked for, so these are the server's
     defaults: Defaults = NO_DEFAULTS  # what its adapters give a request that says nothing itself
+    key: str = ""  # the API key that came along
+
+    def admits(self, state: ServerState) -> Callable[[Generation], None]:
+        """For `Request.admits`: a name may mean another generation once the request is submitted,
+        which of several prompts may be long after this mix was made.
+        """
+
+        def admit(generation: Generation) -> None:
+            state.sidecars.admitted(generation, self.key)
+
+        return admit
 
     def template(self, state: ServerState) -> ChatTemplate | None:
         """The template of its chats."""
@@ -49,7 +61,7 @@ def resolve_mix(
     may use an adapter. ModelNotFoundError for an unknown name, PermissionDeniedError for an adapter
     that is not for that key, FormatError for a wrong sidecar, InvalidRequestError for all else.
     """
-    mix = _choose(state, model, lora, adapters)
+    mix = replace(_choose(state, model, lora, adapters), key=key)
     names = [name for name, scale in mix.scales.items() if scale != 0]
     generations = [state.engine.registry.resolve(name) for name in names]
     defaults = state.sidecars.for_mix(generations, key)

@@ -55,15 +55,9 @@ class Run:
 
     async def embed(self, pooling: Pooling, normalize: int) -> Embedding:
         """The embedding of the request's prompt; cancelling this cancels it."""
-        request = self.request
         with self._watched() as engine:
-            self.embedding = await engine.aembed(
-                request.prompt,
-                request.adapters,
-                pooling=pooling,
-                normalize=normalize,
-                cache_salt=request.cache_salt,
-                deadline_s=request.deadline_s,
+            self.embedding = await engine.aembed_request(
+                self.request, pooling=pooling, normalize=normalize
             )
         return self.embedding
 

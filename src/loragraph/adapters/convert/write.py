@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from loragraph.ggml.handles import BF16, F16, F32, Q8_0
 
 OutType = Literal["f32", "f16", "bf16", "q8_0"]
 OUT_TYPES: dict[str, int] = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
+Progress = Callable[[int, int], None]  # bytes written, bytes in all
 _Q8_0_VALUES = 32  # a row of Q8_0 is a multiple of this
 
 
@@ -56,7 +57,9 @@ def out_tensors(plan: Plan, outtype: OutType) -> list[OutTensor]:
     return out
 
 
-def write_plan(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
+def write_plan(
+    plan: Plan, path: Path, outtype: OutType, name: str, progress: Progress | None = None
+) -> None:
     """Writes the file; AdapterFormatError for values that the type cannot hold."""
     if path.is_dir():
         raise ConfigError(f"expected a file name, got the folder {path}", field="outfile")
@@ -68,7 +71,7 @@ def write_plan(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
         raise ConfigError(f"cannot write {path}: {exc.strerror}", field="outfile") from exc
     os.close(handle)
     try:
-        _write(plan, Path(partial), outtype, name)
+        _write(plan, Path(partial), outtype, name, progress)
         # mkstemp makes files that only their owner reads.
         os.chmod(partial, 0o666 & ~_umask())
         os.replace(partial, path)
@@ -84,13 +87,15 @@ def _umask() -> int:
     return mask
 
 
-def _write(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
+def _write(plan: Plan, path: Path, outtype: OutType, name: str, progress: Progress | None) -> None:
     import gguf  # here, because importing it is slow
 
+    tensors = {tensor.name: tensor for tensor in out_tensors(plan, outtype)}
+    done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     writer = gguf.GGUFWriter(path, plan.base.info.arch)
     try:
         _metadata(writer, plan, name)
-        for tensor in out_tensors(plan, outtype):
+        for tensor in tensors.values():
             kind = gguf.GGMLQuantizationType(tensor.type)
             shape = tensor.shape
             if tensor.type == Q8_0:  # the writer takes the shape of the bytes
@@ -102,10 +107,13 @@ def _write(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        types = {tensor.name: tensor.type for tensor in out_tensors(plan, outtype)}
         for target in plan.targets:
             for tensor_name, values in _arrays(plan, target):
-                writer.write_tensor_data(_encoded(tensor_name, values, types[tensor_name]))
+                tensor = tensors[tensor_name]
+                writer.write_tensor_data(_encoded(tensor_name, values, tensor.type))
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
     finally:
         writer.close()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from loragraph.server.llamacpp import completion, lora_adapters, props, refused, tokens
+from loragraph.server.llamacpp import completion, lora_adapters, props, refused, slots, tokens
 
 routers: tuple[APIRouter, ...] = (
     completion.router,
     tokens.router,
     lora_adapters.router,
     props.router,
+    slots.router,
     refused.router,
 )
 """What create_app includes."""

@@ -13,12 +13,10 @@ router = APIRouter(include_in_schema=False)
 
 _EMBEDDINGS = "This server has OpenAI's route for embeddings alone: POST /v1/embeddings"
 _RERANK = "This server does not support reranking: its base is a generating model"
-_SLOTS = "This server does not support slots action: prefixes are shared by all requests"
 _LOAD = "This server serves one base; adapters are loaded with POST /v1/load_lora_adapter"
 _ROUTES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("/embedding", "/embeddings"), _EMBEDDINGS),
     (("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), _RERANK),
-    (("/slots/{id_slot}",), _SLOTS),
     (("/models", "/models/load", "/models/unload"), _LOAD),
     (("/v1/audio/transcriptions", "/audio/transcriptions"), "This server reads text alone"),
     (

@@ -49,6 +49,7 @@ def make_run(
         cache_salt=salt,
         deadline_s=state.config.deadline_s,
         prompt_logprobs=prompt_logprobs,
+        admits=mix.admits(state),
     )
     return Run(state, request, mix, request_id, route)
 

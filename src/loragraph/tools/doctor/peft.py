@@ -149,20 +149,26 @@ def _compare_facts(adapter: Adapter, trained: Adapter, found: Diagnosis) -> None
         )
     unlike = [
         target
-        for target, vectors in trained.vectors.items()
+        for target, vectors in sorted(trained.vectors.items())
         if target in adapter.vectors and not _alike(adapter.vectors[target], vectors)
     ]
     if unlike:
         found.add(
             "problem",
             "peft",
-            f"{len(unlike)} biases or norms hold another change than was trained: {unlike[0]}",
+            f"{len(unlike)} targets have other magnitudes, biases or norms than were trained: "
+            f"{unlike[0]}",
         )
 
 
 def _alike(one: RowVectors, other: RowVectors) -> bool:
-    """Whether two targets' biases and changes of norms are the same but for rounding."""
-    for mine, theirs in ((one.shift, other.shift), (one.delta, other.delta)):
+    """Whether two targets' magnitudes, biases and changes of norms are the same but for rounding."""
+    pairs = (
+        (one.magnitude, other.magnitude),
+        (one.shift, other.shift),
+        (one.delta, other.delta),
+    )
+    for mine, theirs in pairs:
         if theirs is None or mine is None:
             if theirs is not mine:
                 return False
