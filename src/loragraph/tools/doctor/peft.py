@@ -162,7 +162,7 @@ def _compare_facts(adapter: Adapter, trained: Adapter, found: Diagnosis) -> None
 
 
 def _alike(one: RowVectors, other: RowVectors) -> bool:
-    """Whether two targets' magnitudes, biases and changes of norms are the same but for rounding."""
+    """Whether magnitudes, biases and changes of norms are the same but for rounding."""
     pairs = (
         (one.magnitude, other.magnitude),
         (one.shift, other.shift),
