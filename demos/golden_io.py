@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from peft import PeftModel
+
+if TYPE_CHECKING:  # train_mlx.py runs where PEFT is not installed
+    from peft import PeftModel
 
 MAGIC = "loragraph-golden"
 VERSION = 1

@@ -194,10 +194,20 @@ def to_float64(model: PeftModel, base: TinyBase) -> PeftModel:
     causal = model.get_base_model()
     for layer in causal.model.layers:
         for name in NORMS.values():
-            setattr(layer, name, Norm(getattr(layer, name).weight))
-    causal.model.norm = Norm(causal.model.norm.weight)
+            setattr(layer, name, Norm(_weight(getattr(layer, name))))
+    causal.model.norm = Norm(_weight(causal.model.norm))
     causal.model.rotary_emb = Rotary(base.n_embd // base.n_head)
     return model.double()
+
+
+def _weight(norm: torch.nn.Module) -> torch.nn.Parameter:
+    """The weight that counts: the trained one where PEFT wraps the norm."""
+    for name in ("modules_to_save", "ln_tuning_layers"):
+        if hasattr(norm, name):
+            norm = getattr(norm, name)["default"]
+    weight = norm.weight
+    assert isinstance(weight, torch.nn.Parameter)
+    return weight
 
 
 def add_adapters(model: LlamaForCausalLM, base: TinyBase) -> PeftModel:

@@ -1,9 +1,11 @@
 """Tiny models of other families, adapters that PEFT trains on them, and PEFT's logits.
 
 Development only: `python demos/train_families.py` adds to tests/golden/peft_variants/ what
-train_variants.py cannot show on a llama: trained biases of the base (qwen2), reordered rows beside
-factors of the family's own (granite), packed experts (qwen3moe). Model and adapter compute in
-float64, but for norms, rotations and the router, which transformers does in float32.
+train_variants.py cannot show on a llama: trained biases of the base (qwen2), also of modules
+without a low-rank pair, reordered rows beside factors of the family's own (granite), packed experts
+(qwen3moe), norms of q and k (qwen3), norms whose weight is stored without its one (gemma3). Model
+and adapter compute in float64, but for norms, rotations and the router, which transformers does in
+float32, and for GELU, which ggml looks up by half floats: its difference would hide any other.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from golden_io import MAGIC, VERSION
 from golden_tiny import EPS, PROMPTS, vocabulary
 from peft import LoraConfig, get_peft_model
 from train_variants import OUT, save
-from transformers import AutoModelForCausalLM, GraniteConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 N_EMBD, N_HEAD, N_HEAD_KV, N_ROT, N_FF, N_VOCAB = 16, 2, 1, 8, 32, 128
 N_EXPERT, N_USED, N_FF_EXPERT = 4, 2, 24
@@ -51,6 +60,7 @@ class Family:
     config: Any
     adapter: Mapping[str, Any]
     keys: Mapping[str, int | float] = field(default_factory=dict)  # beside the common ones
+    base: str = ""  # of another one here
 
 
 FAMILIES = {
@@ -97,7 +107,49 @@ FAMILIES = {
             "attention.value_length": N_ROT,
         },
     ),
+    "qwen2_bias_alone": Family(
+        "qwen2",
+        Qwen2Config(**SHAPE),
+        {"r": 2, "lora_alpha": 3, "bias": "all", "target_modules": ["q_proj", "down_proj"]},
+        base="qwen2_bias",
+    ),
+    "qwen3_norms": Family(
+        "qwen3",
+        Qwen3Config(**SHAPE, head_dim=N_ROT),
+        {
+            "r": 2,
+            "lora_alpha": 6,
+            "target_modules": ["v_proj"],
+            "modules_to_save": ["q_norm", "k_norm", "post_attention_layernorm"],
+        },
+        {"attention.key_length": N_ROT, "attention.value_length": N_ROT},
+    ),
+    "gemma3_norms": Family(
+        "gemma3",
+        Gemma3TextConfig(
+            **{name: value for name, value in SHAPE.items() if name != "tie_word_embeddings"
+               and not name.startswith(("rope", "experts"))},
+            head_dim=N_ROT, query_pre_attn_scalar=N_ROT, sliding_window=4,
+        ),
+        {
+            "r": 2,
+            "lora_alpha": 6,
+            "target_modules": ["o_proj"],
+            "modules_to_save": ["norm", "layernorm"],  # all: names are compared by their end
+        },
+        {
+            "attention.key_length": N_ROT,
+            "attention.value_length": N_ROT,
+            "attention.sliding_window": 4,
+            "rope.freq_base_swa": 10000.0,
+        },
+    ),
 }  # fmt: skip
+GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 def build(family: Family, seed: int) -> torch.nn.Module:
@@ -107,8 +159,8 @@ def build(family: Family, seed: int) -> torch.nn.Module:
     for name, weight in model.named_parameters():
         shape = tuple(weight.shape)
         value = rng.standard_normal(shape) * (0.2 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]))
-        if len(shape) == 1 and name.endswith("norm.weight"):
-            value += 1
+        if len(shape) == 1 and name.endswith("norm.weight") and family.arch != "gemma3":
+            value += 1  # gemma adds it itself
         if "embed_tokens" in name:
             value = rng.standard_normal(shape) * 0.5
         weight.data = torch.from_numpy(value.astype(np.float32))
@@ -123,7 +175,9 @@ def gguf_weights(family: Family, model: torch.nn.Module) -> dict[str, np.ndarray
         "output_norm.weight": state.pop("model.norm.weight"),
         "output.weight": state.pop("lm_head.weight"),
     }
-    names = PROJECTIONS | NORMS | {
+    if family.config.tie_word_embeddings:
+        del out["output.weight"]
+    names = PROJECTIONS | (NORMS | GEMMA_NORMS if family.arch == "gemma3" else NORMS) | {
         "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
         "ffn_gate_inp": "mlp.gate",
     }  # fmt: skip
@@ -134,6 +188,8 @@ def gguf_weights(family: Family, model: torch.nn.Module) -> dict[str, np.ndarray
             if value is not None:
                 heads = n_head.get(ours)
                 out[f"blk.0.{ours}.{suffix}"] = permute_rows(value, heads) if heads else value
+    if family.arch == "gemma3":
+        out = {name: value + 1 if "norm" in name else value for name, value in out.items()}
     packed = state.pop("model.layers.0.mlp.experts.gate_up_proj", None)
     if packed is not None:
         gate, up = np.split(packed, 2, axis=1)
@@ -198,17 +254,33 @@ def train(model: torch.nn.Module, family: Family, seed: int) -> Any:
     return adapted.eval()
 
 
+class HalfGelu(torch.nn.Module):
+    """GELU (tanh) of x rounded to float16, rounded to float16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.gelu(x.half().double(), approximate="tanh")
+        return y.half().to(x.dtype)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
     for seed, (name, family) in enumerate(FAMILIES.items(), 300):
-        model = build(family, seed)
-        write_base(args.out / f"{name}.gguf", family, model)
+        if args.names and name not in args.names:
+            continue
+        model = build(family, 300 + [*FAMILIES].index(family.base or name))
+        if not family.base:
+            write_base(args.out / f"{name}.gguf", family, model)
         adapted = train(model, family, seed)
         save(adapted, args.out / name)
         adapted = adapted.double()
+        if family.arch == "gemma3":
+            for layer in adapted.get_base_model().model.layers:
+                layer.mlp.act_fn = HalfGelu()
         with torch.no_grad():
             logits = {
                 f"logits{i}": adapted(input_ids=torch.tensor([p])).logits[0].float().numpy()
@@ -220,10 +292,15 @@ def main() -> None:
         "magic": MAGIC,
         "version": VERSION,
         "made_by": "python demos/train_families.py",
-        "arithmetic": "float64 but for norms, rotations and the router, which are float32",
+        "arithmetic": "float64 but for norms, rotations and the router, which are float32, and "
+        "gemma's GELU, of float16 as ggml's",
         "logits": "<variant>.npz, logits<prompt index>: (n_tokens, n_vocab) f32",
         "variants": {
-            name: {"base": f"{name}.gguf", "arch": family.arch, "prompts": [*map(list, PROMPTS)]}
+            name: {
+                "base": f"{family.base or name}.gguf",
+                "arch": family.arch,
+                "prompts": [*map(list, PROMPTS)],
+            }
             for name, family in FAMILIES.items()
         },
     }

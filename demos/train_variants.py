@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from golden_io import MAGIC, VERSION
 from golden_tiny import PROMPTS, SEVEN, TinyBase, build, to_float64, write_base
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model
 
 OUT = Path(__file__).parent.parent / "tests" / "golden" / "peft_variants"
 BASES = {
@@ -41,6 +41,7 @@ class Variant:
     config: Mapping[str, Any]
     prompts: tuple[list[int], ...] = PROMPTS
     n_steps: int = 20
+    kind: str = "lora"
 
 
 VARIANTS = {
@@ -156,6 +157,16 @@ VARIANTS = {
             "modules_to_save": ["embed_tokens"],
         },
     ),
+    "norms": Variant(
+        "untied",
+        {
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": ["q_proj", "down_proj"],
+            "modules_to_save": ["input_layernorm", "post_attention_layernorm", "norm"],
+        },
+    ),
+    "ln_tuning": Variant("tied", {"target_modules": ["input_layernorm", "norm"]}, kind="ln"),
 }
 
 
@@ -163,7 +174,8 @@ def train(variant: Variant, seed: int) -> PeftModel:
     """A few steps of language modelling on random tokens: every factor moves from its start."""
     torch.manual_seed(seed)
     base = build(BASES[variant.base])
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **variant.config))
+    config = LNTuningConfig if variant.kind == "ln" else LoraConfig
+    model = get_peft_model(base, config(task_type="CAUSAL_LM", **variant.config))
     for name, weight in model.named_parameters():
         if weight.requires_grad and ".lora_" in name and weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.15)

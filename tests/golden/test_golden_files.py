@@ -35,6 +35,7 @@ def test_index_describes_its_arrays(index: Path) -> None:
     ("folder", "limit_bytes"),
     [
         ("tests/golden/tiny_peft", 600_000),
+        ("tests/golden/mlx_variants", 100_000),
         ("demos/golden", 4_000_000),
         ("demos/adapters", 6_000_000),
     ],

@@ -325,7 +325,7 @@ NAME = "blk.0.attn_q.weight"
 BAD: dict[str, tuple[dict[str, NDArray[Any]], str]] = {
     "length": ({f"{NAME}.lora_magnitude": np.ones(5, np.float32)}, "one value for each of the 64"),
     "NaN": ({f"{NAME}.lora_bias": np.full(64, np.nan, np.float32)}, "finite"),
-    "no pair": ({"blk.1.attn_q.weight.lora_bias": np.ones(64, np.float32)}, "missing one"),
+    "no pair": ({"blk.1.attn_q.weight.lora_magnitude": np.ones(64, np.float32)}, "missing one"),
     "lookup": (
         {
             "token_embd.weight.lora_a": np.ones((320, 2), np.float32),

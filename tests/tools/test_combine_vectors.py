@@ -115,6 +115,16 @@ def test_several_on_one_target_become_one_of_that_base(
     assert max(nmse(combined[name], mixed[name]) for name in mixed) <= 1e-12
 
 
+def test_any_part_names_a_split_base(tmp_path: Path) -> None:
+    """The weights are found in the parts that hold them."""
+    base, paths = write(tmp_path, [ALL, SOME])
+    scales = dict(zip(paths, (0.3, -0.7), strict=True))
+    combine_files(scales, tmp_path / "whole.gguf", base=base)
+    for part in TINY.write_split(tmp_path, 3):
+        combine_files(scales, tmp_path / "c.gguf", base=part)
+        assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("adapters", "scales"),
     [([SOME], [0.5]), ([ALL, SOME], [1.0, 1.0]), ([SOME, PLAIN], [1.0, 1.0])],

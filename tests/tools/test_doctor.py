@@ -18,8 +18,10 @@ from loragraph.errors import ConfigError
 from loragraph.tools.deltas import Delta
 from loragraph.tools.doctor import Diagnosis, diagnose
 from loragraph.tools.doctor.strength import inner_product
+from loragraph.tools.merge import merge
 from tests.adapters.convert.test_golden import GOLDEN, base_of, converted
 from tests.gguf_bytes import tensor, write_gguf
+from tests.graph.test_vectors import TinyDora
 from tests.reference.adapter import read_adapter, read_metadata, read_tensors
 from tests.reference.llama import ReferenceLlama
 from tests.tiny import TinyAdapter, TinyLlama
@@ -315,3 +317,39 @@ def test_texts_that_cannot_be_measured(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="UTF-8"):
         read_text(tmp_path / "latin.txt")
+
+
+def test_the_change_of_dora_holds_its_gains(tmp_path: Path) -> None:
+    """The measure is that of the merged weights: rows that are only made longer count too."""
+    dora = TinyDora(replace(MILD, embeddings=True))
+    base, path = MODEL.write(tmp_path / "base.gguf"), dora.write(tmp_path / "a.gguf", MODEL)
+    merge(base, {path: 1.0}, tmp_path / "merged.gguf", type="f32")
+    before, after = read_tensors(base), read_tensors(tmp_path / "merged.gguf")
+    ratios = [
+        np.linalg.norm(after[name] - before[name]) / np.linalg.norm(before[name])
+        for name in read_adapter(path).pairs
+    ]
+    numbers = diagnose(base, path, n_threads=1).numbers["change_ratio"]
+    assert numbers["median"] == pytest.approx(float(np.median(ratios)), rel=1e-4)
+    assert numbers["max"] == pytest.approx(float(max(ratios)), rel=1e-4)
+    assert numbers["min"] == pytest.approx(float(min(ratios)), rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("dora", "magnitude"), ("lora_bias", "bias")])
+def test_other_magnitudes_or_biases_than_were_trained(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
+    """A vector that a converter got wrong is a problem, though every pair is right."""
+    path, _ = converted(name, tmp_path)
+    tensors = read_tensors(path)
+    target = next(one for one in tensors if one.endswith(f".lora_{suffix}"))
+    keys = {k: v for k, v in read_metadata(path).items() if not k.startswith("GGUF.")}
+    tensors[target] = tensors[target][::-1]
+    wrong = write_gguf(
+        tmp_path / "wrong.gguf",
+        keys,  # type: ignore[arg-type]
+        [tensor(one, values) for one, values in tensors.items()],
+    )
+    found = diagnose(base_of(name), wrong, peft=GOLDEN / name, n_threads=1)
+    assert "1 targets have other magnitudes, biases or norms" in message(found, "peft")
+    assert target.rpartition(".")[0] in message(found, "peft")

@@ -55,6 +55,20 @@ def test_full_rank_reproduces_the_tuned_model(tied: bool, tmp_path: Path) -> Non
     assert nmse(logits, libllama_logits(new, [], [()], tokens)[()]) < 1e-9
 
 
+def test_split_models(tmp_path: Path) -> None:
+    """Of split models the first parts are named; the adapter is the one of whole models."""
+    model = TinyLlama(n_layer=1)
+    new = TinyLlama(n_layer=1, seed=model.seed + 1)
+    whole = [one.write(tmp_path / f"{one.seed}.gguf") for one in (new, model)]
+    parts = [one.write_split(tmp_path, 3, stem=f"split{one.seed}")[0] for one in (new, model)]
+    extract(whole[0], whole[1], tmp_path / "a.gguf", rank=4)
+    extract(parts[0], parts[1], tmp_path / "b.gguf", rank=4)
+    expected, actual = (read_tensors(tmp_path / f"{name}.gguf") for name in "ab")
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(actual[name], values)
+
+
 def test_a_smaller_rank_is_the_best_of_it(tmp_path: Path) -> None:
     """Each pair is the naive truncation, and the energies are those of the naive one."""
     model = TinyLlama(n_layer=1)

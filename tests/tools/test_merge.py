@@ -199,6 +199,28 @@ def test_merged_files_load_in_libllama_and_agree_with_run_time(
     assert nmse(ours, run_time) < {"keep": 1e-9, "f16": 1e-5}[type_]
 
 
+@pytest.mark.parametrize(
+    "type_",
+    [GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.F16],
+    ids=lambda type_: type_.name,
+)
+def test_a_quantised_base_stays_one_that_libllama_loads(type_: GGMLType, tmp_path: Path) -> None:
+    """The file has the base's types, and libllama computes with it what loragraph does."""
+    model = TinyLlama(weight_type=type_)
+    base, (adapter,) = write(tmp_path, model, TinyAdapter(output=True))
+    merge(base, {adapter: 1.0}, tmp_path / "out.gguf")
+    assert types_of(tmp_path / "out.gguf") == types_of(base)
+    tokens = random_tokens(16)
+    theirs, plain = (
+        libllama_logits(path, [], [()], tokens, EXACT)[()] for path in (tmp_path / "out.gguf", base)
+    )
+    ours = loragraph_logits(tmp_path / "out.gguf", [], [()], tokens, EXACT)[()]
+    assert nmse(ours, theirs) < 1e-3
+    run_time = loragraph_logits(base, [adapter], [(1.0,)], tokens, EXACT)[(1.0,)]
+    # Four bits round random weights by much; without the adapter it would be 1.
+    assert nmse(theirs, run_time) < 0.25 * nmse(plain, run_time)
+
+
 def test_split_files_in_and_out(tmp_path: Path) -> None:
     """A split base gives one file, or parts that libllama opens, with the same tensors."""
     model = TinyLlama()
@@ -261,6 +283,43 @@ def test_many_rows_and_threads_give_the_same_bytes(tmp_path: Path) -> None:
     for n in (1, 7):
         merge(base, {adapter: 1.0}, tmp_path / f"{n}.gguf", n_threads=n)
     assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "7.gguf").read_bytes()
+
+
+def test_a_row_larger_than_a_piece(tmp_path: Path) -> None:
+    """Rows so long that a thread's buffers do not hold one are merged all the same."""
+    rng = np.random.default_rng(0)
+    name, n_in = "blk.0.ffn_down.weight", 70_000  # a piece has 65,536 values here
+    w, a, b = (
+        rng.standard_normal(shape, dtype=np.float32) for shape in ((3, n_in), (2, n_in), (3, 2))
+    )
+    keys: dict[str, Value] = {"general.architecture": "llama", "llama.block_count": 1}
+    base, adapter = tmp_path / "base.gguf", tmp_path / "a.gguf"
+    base.write_bytes(gguf_bytes(keys, [tensor(name, w), tensor("blk.0.ffn_norm.weight", w[0])]))
+    own: dict[str, Value] = {"general.type": "adapter", "adapter.type": "lora"}
+    halves = [tensor(f"{name}.lora_a", a), tensor(f"{name}.lora_b", b)]
+    adapter.write_bytes(gguf_bytes({**own, **keys, "adapter.lora.alpha": 2.0}, halves))
+    merge(base, {adapter: 0.5}, tmp_path / "out.gguf", n_threads=64)
+    merged = read_tensors(tmp_path / "out.gguf")
+    expected = w + 0.5 * (b.astype(np.float64) @ a.astype(np.float64))
+    assert nmse(merged[name], expected) < 1e-13
+    np.testing.assert_array_equal(merged["blk.0.ffn_norm.weight"], w[0])
+
+
+def test_a_base_that_fails_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file cut meanwhile, or a disk that fails: named, and nothing stands under the name."""
+    base, (adapter,) = write(tmp_path, TinyLlama(), TinyAdapter())
+
+    def broken(*_args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    for instead, phrase in ((lambda *_args: 0, "became shorter"), (broken, "Input/output error")):
+        with monkeypatch.context() as patch:
+            patch.setattr("loragraph.tools.merge_run.os.preadv", instead)
+            with pytest.raises(GGUFError, match=phrase):
+                merge(base, {adapter: 1.0}, tmp_path / "out.gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a0.gguf", "base.gguf"]
 
 
 def test_progress_reaches_the_whole_and_never_falls(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as GGMLType
 
-from loragraph.errors import UnsupportedError
+from loragraph.errors import ConfigError, InvalidRequestError, UnsupportedError
 from loragraph.tools.combine import combine_files
 from loragraph.tools.merge import merge
 from loragraph.tools.resize import resize_file
@@ -17,7 +18,7 @@ from tests.gguf_bytes import tensor, write_gguf
 from tests.numerics.compare import nmse
 from tests.numerics.runs import EXACT, Logits, libllama_logits, loragraph_logits, random_tokens
 from tests.reference.adapter import read_tensors
-from tests.tiny import TinyAdapter, TinyLlama
+from tests.tiny import TinyAdapter, TinyLlama, write_adapter_raw
 
 BOUND = 1e-11
 
@@ -45,7 +46,10 @@ def test_an_alora_is_refused(tmp_path: Path) -> None:
         merge(base_of(ALORA), {path: 1.0}, tmp_path / "merged.gguf")
 
 
-@pytest.mark.parametrize("name", ["dora", "dora_head", "lora_bias"])
+@pytest.mark.parametrize(
+    "name",
+    ["dora", "dora_head", "lora_bias", "norms", "qwen2_bias_alone", "qwen3_norms", "gemma3_norms"],
+)
 def test_vectors_follow_the_user_scale(name: str, tmp_path: Path) -> None:
     """At any scale, and beside another adapter, the merged file is the run time."""
     path, _ = converted(name, tmp_path)
@@ -62,8 +66,8 @@ def test_vectors_follow_the_user_scale(name: str, tmp_path: Path) -> None:
 
 
 def test_resize_keeps_vectors(tmp_path: Path) -> None:
-    """At full rank the resized file of a DoRA, or of biases, still gives PEFT's logits."""
-    for name in ("dora", "lora_bias"):
+    """At full rank the resized file of a DoRA, biases or norms still gives PEFT's logits."""
+    for name in ("dora", "lora_bias", "norms", "qwen2_bias_alone"):
         path, _ = converted(name, tmp_path)
         resize_file(path, tmp_path / "r.gguf", rank=4096)
         prompt = ABOUT[name]["prompts"][0]
@@ -92,6 +96,83 @@ def test_combine_carries_biases_and_magnitudes(tmp_path: Path) -> None:
         base_of("dora"), [tmp_path / "d.gguf"], [(1.0,)], prompt, EXACT, lowering="routed"
     )[(1.0,)]
     assert nmse(logits, expected("dora")[0]) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["norms", "ln_tuning", "qwen2_bias_alone"])
+def test_combine_sums_vectors_that_have_no_pair(name: str, tmp_path: Path) -> None:
+    """Of one file twice, at unlike scales: what both do together at run time."""
+    path, _ = converted(name, tmp_path)
+    second = copy_of(path)
+    report = combine_files({path: 0.75, second: -0.5}, tmp_path / "c.gguf")
+    assert report.nbytes == (tmp_path / "c.gguf").stat().st_size
+    prompt = ABOUT[name]["prompts"][0]
+    quarter, combined = (
+        loragraph_logits(base_of(name), [one], [(scale,)], prompt, EXACT, lowering="routed")[
+            (scale,)
+        ]
+        for one, scale in ((path, 0.25), (tmp_path / "c.gguf", 1.0))
+    )
+    assert nmse(combined, quarter) <= BOUND
+
+
+def test_resize_needs_a_pair(tmp_path: Path) -> None:
+    """Norms alone have no rank."""
+    path, _ = converted("ln_tuning", tmp_path)
+    with pytest.raises(ConfigError, match="no low-rank pair"):
+        resize_file(path, tmp_path / "r.gguf", rank=1)
+
+
+@pytest.mark.parametrize("kind", ["keep", "f16", "q8_0"])
+def test_norms_are_merged_into_files_of_any_type(kind: str, tmp_path: Path) -> None:
+    """A norm stays F32, and is the sum to f32 rounding."""
+    path, _ = converted("norms", tmp_path)
+    merge(base_of("norms"), {path: 0.5}, tmp_path / "merged.gguf", type=kind)
+    merged, base = (read_tensors(one) for one in (tmp_path / "merged.gguf", base_of("norms")))
+    for name, change in read_tensors(path).items():
+        if name.endswith(".lora_delta"):
+            target = name.removesuffix(".lora_delta")
+            wanted = base[target].astype(np.float64) + 0.5 * change.astype(np.float64)
+            np.testing.assert_array_equal(merged[target], wanted.astype(np.float32))
+
+
+def test_a_new_bias_without_a_pair(tmp_path: Path) -> None:
+    """Where the family reads one it becomes a tensor; where it reads none it is refused."""
+    model = TinyLlama()
+    base = model.write(tmp_path / "base.gguf")
+    new = np.linspace(-1, 1, model.n_embd, dtype=np.float32)
+    for target, fits in (("blk.1.attn_q", True), ("output", False)):
+        values = new if fits else np.ones(model.n_vocab, np.float32)
+        path = write_adapter_raw(
+            tmp_path / "a.gguf", TinyAdapter().keys(), {f"{target}.weight.lora_bias": values}
+        )
+        if not fits:
+            with pytest.raises(UnsupportedError, match=rf"no tensor {target}\.bias"):
+                merge(base, {path: 1.0}, tmp_path / "refused.gguf")
+            continue
+        merge(base, {path: 0.5}, tmp_path / "merged.gguf")
+        np.testing.assert_array_equal(
+            read_tensors(tmp_path / "merged.gguf")[f"{target}.bias"], new / 2
+        )
+        tokens = random_tokens(12)
+        run_time = loragraph_logits(base, [path], [(0.5,)], tokens, EXACT)[(0.5,)]
+        for logits in (loragraph_logits, libllama_logits):
+            merged = logits(tmp_path / "merged.gguf", [], [()], tokens, EXACT)[()]
+            assert nmse(merged, run_time) <= BOUND
+
+
+def test_a_scale_that_overflows_a_vector(tmp_path: Path) -> None:
+    """Refused before a file is written."""
+    path, _ = converted("ln_tuning", tmp_path)
+    with pytest.raises(InvalidRequestError, match="a scale is too large"):
+        merge(base_of("ln_tuning"), {path: 1e300}, tmp_path / "merged.gguf")
+    assert not (tmp_path / "merged.gguf").exists()
+
+
+def copy_of(path: Path) -> Path:
+    """The same file under another name."""
+    copy = path.with_name("copy.gguf")
+    copy.write_bytes(path.read_bytes())
+    return copy
 
 
 def test_dora_on_quantised_bases_and_weights_with_factors(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loragraph.tools.merge import merge
 from tests.gguf_bytes import Value, gguf_bytes, tensor
 
 N_IN, N_OUT, N_TENSORS = 1024, 1024, 64
@@ -79,25 +80,41 @@ def test_peak_memory_is_a_few_tensors(tmp_path: Path) -> None:
         assert set(np.frombuffer(file.read(), np.float16).tolist()) == {1.0}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_in_mid_write(number: signal.Signals, tmp_path: Path) -> None:
-    """No file stands under the final name, nor under another; the status is the signal's."""
-    base, lora = sparse_base(tmp_path / "base.gguf"), adapter(tmp_path / "a.gguf")
+def interrupted(number: signal.Signals, folder: Path) -> tuple[int, bytes]:
+    """Sends a signal to a merge that is writing; gives its status and what it printed."""
+    base, lora = sparse_base(folder / "base.gguf"), adapter(folder / "a.gguf")
     # A long merge: K-quants take time.
     command = [sys.executable, "-m", "loragraph.cli.main", "merge", str(base), "--lora", str(lora)]
     process = subprocess.Popen(
-        [*command, "-o", str(tmp_path / "out.gguf"), "--type", "iq4_nl"],
+        [*command, "-o", str(folder / "out.gguf"), "--type", "iq4_nl"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*.part")) and not list(tmp_path.glob(".*.part")):
+    while not list(folder.glob(".*.part")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert not (tmp_path / "out.gguf").exists()
+    assert not (folder / "out.gguf").exists()
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_in_mid_write(number: signal.Signals, tmp_path: Path) -> None:
+    """No file stands under the final name, nor under another; the status is the signal's."""
+    status, errors = interrupted(number, tmp_path)
+    assert status == 128 + number
     assert b"Traceback" not in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "base.gguf"]
+
+
+def test_killed_in_mid_write(tmp_path: Path) -> None:
+    """Who cannot clean up leaves nothing under the final name; the next merge is not hindered."""
+    status, _ = interrupted(signal.SIGKILL, tmp_path)
+    assert status == -signal.SIGKILL
+    assert not (tmp_path / "out.gguf").exists()
+    merge(tmp_path / "base.gguf", {tmp_path / "a.gguf": 1.0}, tmp_path / "out.gguf", type="q8_0")
+    whole = (tmp_path / "out.gguf").stat().st_size
+    assert whole > N_TENSORS * N_IN * N_OUT  # a byte a value and more

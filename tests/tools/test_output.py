@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from loragraph.errors import OutputError
-from loragraph.tools.output import EarlySync, OutFile
+from loragraph.tools.output import EarlySync, OutFile, out_files
 
 MUCH = 1 << 30
 
@@ -61,17 +62,32 @@ def write(file: OutFile, error: Exception | None = None) -> None:
 @pytest.mark.usefixtures("_broken_disk")
 def test_an_early_error_ends_the_work(tmp_path: Path) -> None:
     """The system tells of a failed write once: to the early sync, whose error must come out."""
-    file = OutFile(tmp_path / "a")
-    with pytest.raises(OutputError, match="Input/output error"):
+    with (
+        pytest.raises(OutputError, match="Input/output error"),
+        out_files([tmp_path / "a"]) as (file,),
+    ):
         write(file)
-    file.close()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("_broken_disk")
 def test_the_error_of_the_work_comes_first(tmp_path: Path) -> None:
     """An early error does not replace what ended the block."""
-    file = OutFile(tmp_path / "a")
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError), out_files([tmp_path / "a"]) as (file,):
         write(file, KeyError())
-    file.close()
+
+
+def test_a_signal_right_after_the_file_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption before the file's descriptor is known anywhere leaves no file behind."""
+    made = os.open
+
+    def interrupted(path: Path, flags: int, mode: int) -> int:
+        os.close(made(path, flags, mode))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loragraph.tools.output.os.open", interrupted)
+    with pytest.raises(KeyboardInterrupt), out_files([tmp_path / "a"]):
+        pass
+    assert list(tmp_path.iterdir()) == []

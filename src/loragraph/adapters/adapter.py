@@ -167,6 +167,11 @@ class Adapter:
         return max((pair.rank for pair in self.pairs.values()), default=0)
 
     @property
+    def alone(self) -> dict[str, RowVectors]:
+        """The vectors of targets without a pair: biases, and changes of norms."""
+        return {name: part for name, part in self.vectors.items() if name not in self.pairs}
+
+    @property
     def data(self) -> NDArray[np.uint8]:
         """All tensors, (nbytes,) u8, read-only; borrowed until close()."""
         data = self._data

@@ -21,7 +21,13 @@ from loragraph.adapters.draft import (
     DraftPair,
 )
 from loragraph.adapters.values import TYPE_NAMES, Bytes, all_finite
-from loragraph.adapters.vector_checks import bias_in_range, tied_magnitude, vectors
+from loragraph.adapters.vector_checks import (
+    alone_bias,
+    alone_delta,
+    bias_in_range,
+    tied_magnitude,
+    vectors,
+)
 from loragraph.errors import (
     AdapterFormatError,
     AdapterMismatchError,
@@ -139,7 +145,8 @@ def norms(draft: Draft, _base: BaseInfo | None) -> Problems:
             draft,
             f"LoRA tensor '{name}' has unexpected suffix: it is a norm weight, which a low-rank "
             "part cannot change",
-            "llama.cpp skips it silently; load with ignore_norm=True (--ignore-norm) to do so",
+            "convert the training's own files for trained norms; llama.cpp skips it silently, and "
+            "ignore_norm=True (--ignore-norm) does so too",
         )
 
 
@@ -150,8 +157,8 @@ def duplicates(draft: Draft, _base: BaseInfo | None) -> Problems:
 
 
 def not_empty(draft: Draft, _base: BaseInfo | None) -> Problems:
-    """There is at least one pair."""
-    if not draft.pairs:
+    """There is at least one pair, or a vector that needs none."""
+    if not draft.pairs and not draft.alone:
         yield _format(
             draft, "expected at least one pair of LoRA tensors, got none: would change nothing"
         )
@@ -317,6 +324,8 @@ PAIR_CHECKS: tuple[PairCheck, ...] = (
     types,
     vectors,
 )
+ALONE_CHECKS: tuple[PairCheck, ...] = (in_base, alone_bias, alone_delta)
+"""Of vectors without a pair."""
 DATA_CHECKS: tuple[DataCheck, ...] = (finite, bias_in_range)
 
 
@@ -334,13 +343,13 @@ def header_problems(draft: Draft, base: BaseInfo | None) -> Problems:
     """What the header alone shows, the first problem of each pair."""
     for check in FILE_CHECKS:
         yield from check(draft, base)
-    for pair in draft.pairs.values():
+    for pair in (*draft.pairs.values(), *draft.alone.values()):
         yield from pair_problems(draft, pair, base)
 
 
 def pair_problems(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems:
-    """The first problem of one pair, if any."""
-    for check in PAIR_CHECKS:
+    """The first problem of one pair, or of vectors without one, if any."""
+    for check in ALONE_CHECKS if pair.is_alone else PAIR_CHECKS:
         for problem in check(draft, pair, base):
             yield problem
             return

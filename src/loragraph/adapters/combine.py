@@ -96,7 +96,8 @@ def _check(parts: Sequence[_Part]) -> None:
 
 
 def _vectors(parts: Sequence[_Part]) -> dict[str, RowVectors]:
-    """Gains and shifts of the sum, each adapter's times its user scale; a lone DoRA as it is."""
+    """Gains, shifts and norms' changes of the sum, each adapter's times its user scale; a lone DoRA
+    as it is."""
     found: dict[str, RowVectors] = {}
     for target in sorted({target for part in parts for target in part.adapter.vectors}):
         having = [part for part in parts if target in part.adapter.vectors]
@@ -109,7 +110,9 @@ def _vectors(parts: Sequence[_Part]) -> dict[str, RowVectors]:
         if not all(vectors.ready for _, vectors in weighted):
             raise _needs_base(target)
         found[target] = RowVectors(
-            gain=_weighted((scale, vectors.gain) for scale, vectors in weighted), shift=shift
+            gain=_weighted((scale, vectors.gain) for scale, vectors in weighted),
+            shift=shift,
+            delta=_weighted((scale, vectors.delta) for scale, vectors in weighted),
         )
     return found
 
@@ -244,4 +247,7 @@ def _report(parts: Sequence[_Part], pairs: Mapping[str, LoraPair], nbytes: int) 
         n_params=sum(math.prod(half.ne) for pair in pairs.values() for half in (pair.a, pair.b)),
         base_params=largest.base_params,
         nbytes=nbytes,
+        alone=tuple(
+            sorted({target for part in parts for target in part.adapter.alone} - pairs.keys())
+        ),
     )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,23 +26,44 @@ _SUFFIXES = {
     # loragraph's own (docs/adapter-format.md); llama.cpp refuses a file that has them.
     ".lora_magnitude": "magnitude",
     ".lora_bias": "bias",
+    ".lora_delta": "delta",
 }
 
 
 @dataclass(slots=True)
 class DraftPair:
-    """The halves found for one target, either may be missing, and the vectors beside them."""
+    """The halves found for one target, either may be missing, and the vectors beside them.
+
+    A bias, or the change of a norm, may stand without a pair.
+    """
 
     target: str
     a: TensorInfo | None = None
     b: TensorInfo | None = None
     magnitude: TensorInfo | None = None
     bias: TensorInfo | None = None
+    delta: TensorInfo | None = None  # of a norm's weight
 
     @property
     def vectors(self) -> tuple[TensorInfo, ...]:
-        """The magnitude and the bias, as far as there are any."""
-        return tuple(part for part in (self.magnitude, self.bias) if part is not None)
+        """The magnitude, the bias and the norm's change, as far as there are any."""
+        parts = (self.magnitude, self.bias, self.delta)
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has vectors that need no pair, and nothing of a pair."""
+        return self.a is None and self.b is None and self.magnitude is None
+
+
+class Sorted(NamedTuple):
+    """The tensors of a file by what they are."""
+
+    pairs: dict[str, DraftPair]  # by target, sorted
+    alone: dict[str, DraftPair]  # vectors without a pair
+    strays: tuple[str, ...]
+    duplicates: tuple[str, ...]
+    norms: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,7 @@ class Draft:
     types: Mapping[str, str]  # key -> type name, arrays included
     invocation_tokens: tuple[int, ...]
     pairs: Mapping[str, DraftPair]  # by target, sorted
+    alone: Mapping[str, DraftPair]  # biases and changes of norms without a pair
     strays: tuple[str, ...]  # tensors that are no half of a pair, in the file's order
     duplicates: tuple[str, ...]  # tensors whose half of the pair was taken already
     ignore_norm: bool = False
@@ -91,7 +114,7 @@ def read_draft(
     `named` is what errors call the file, where it was made of something else.
     """
     with _opened(lib, path) as file:
-        pairs, strays, duplicates, norms = sort_tensors(file.tensors)
+        found = sort_tensors(file.tensors)
         tokens: tuple[int, ...] = ()
         if file.type_of(INVOCATION_KEY) == "array of u32":
             tokens = tuple(int(token) for token in file.numbers(INVOCATION_KEY))
@@ -101,12 +124,9 @@ def read_draft(
             scalars=file.scalars(),
             types={key: file.type_of(key) for key in file},
             invocation_tokens=tokens,
-            pairs=pairs,
-            strays=strays,
-            duplicates=duplicates,
             ignore_norm=ignore_norm,
             tied_output=tied_output,
-            norms=norms,
+            **found._asdict(),
         )
 
 
@@ -122,10 +142,8 @@ def _opened(lib: Library, path: str | os.PathLike[str]) -> GGUFFile:
         ) from error
 
 
-def sort_tensors(
-    tensors: Mapping[str, TensorInfo],
-) -> tuple[dict[str, DraftPair], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Pairs by target, and the names of strays, of duplicates and of norm weights."""
+def sort_tensors(tensors: Mapping[str, TensorInfo]) -> Sorted:
+    """Tensors to pairs and vectors by target, in a sound file or not."""
     pairs: dict[str, DraftPair] = {}
     strays: list[str] = []
     duplicates: list[str] = []
@@ -143,4 +161,11 @@ def sort_tensors(
             duplicates.append(name)
         else:
             setattr(pair, half, info)
-    return dict(sorted(pairs.items())), tuple(strays), tuple(duplicates), tuple(norms)
+    targets = sorted(pairs.items())
+    return Sorted(
+        {target: pair for target, pair in targets if not pair.is_alone},
+        {target: pair for target, pair in targets if pair.is_alone},
+        tuple(strays),
+        tuple(duplicates),
+        tuple(norms),
+    )

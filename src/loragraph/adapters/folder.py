@@ -72,7 +72,6 @@ def folder_draft(
         n0, n1, n2, n3 = (*reversed(tensor.shape), 1, 1, 1)[:4]
         ne = (n0, n1, n2, n3)
         tensors[tensor.name] = TensorInfo(tensor.name, tensor.type, ne, 0, tensor.nbytes, path)
-    pairs, strays, duplicates, norms = sort_tensors(tensors)
     scalars: dict[str, Scalar] = {
         "general.type": "adapter",
         "general.architecture": plan.base.info.arch,
@@ -91,12 +90,9 @@ def folder_draft(
         scalars=scalars,
         types=types,
         invocation_tokens=plan.config.invocation_tokens,
-        pairs=pairs,
-        strays=strays,
-        duplicates=duplicates,
         ignore_norm=ignore_norm,
         tied_output=tied_output,
-        norms=norms,
+        **sort_tensors(tensors)._asdict(),
     )
 
 

@@ -96,7 +96,8 @@ def _loaded(draft: Draft, base: BaseInfo | None, rows: BaseRows | None) -> Adapt
         for target, pair in pairs.items()
         if _changes_nothing(pair, data) and not draft.pairs[target].vectors
     ]
-    if len(dead) == len(pairs):
+    alone = [info for one in draft.alone.values() for info in one.vectors]
+    if len(dead) == len(pairs) and not any(found[info.name].any() for info in alone):
         raise _would_change_nothing(draft)
     tied, tied_warning = resolve_tied_output(draft, base)
     warnings = (*_warnings(draft, base, pairs, dead), *([tied_warning] if tied_warning else []))
@@ -144,6 +145,7 @@ def memory_of(draft: Draft) -> tuple[int, int]:
     nbytes = sum(_aligned(half.nbytes) for pair in halves for half in pair)
     # A magnitude comes with a gain and the rows' factors; lora_b's copy is F32 then.
     nbytes += sum(3 * part.nbytes for pair in draft.pairs.values() for part in pair.vectors)
+    nbytes += sum(part.nbytes for pair in draft.alone.values() for part in pair.vectors)
     scaled = sum(
         4 * math.prod(_tensors(pair)[1].ne) for pair in draft.pairs.values() if pair.magnitude
     )
@@ -175,7 +177,7 @@ def _problems(draft: Draft, base: BaseInfo | None) -> list[LoragraphError]:
         problem for check in FILE_CHECKS for problem in check(draft, base)
     ]
     sound = []
-    for pair in draft.pairs.values():
+    for pair in (*draft.pairs.values(), *draft.alone.values()):
         found = list(pair_problems(draft, pair, base))
         problems += found
         if not found:
@@ -189,7 +191,8 @@ def _problems(draft: Draft, base: BaseInfo | None) -> list[LoragraphError]:
                 n_zero += zero
     except OSError as exc:
         problems.append(_unreadable(draft, exc))
-    if draft.pairs and n_zero == len(draft.pairs):
+    n_targets = len(draft.pairs) + len(draft.alone)
+    if n_targets and n_zero == n_targets:
         problems.append(_would_change_nothing(draft))
     return problems
 
@@ -222,6 +225,7 @@ def _fill(draft: Draft, pairs: dict[str, LoraPair], data: Bytes) -> dict[str, By
                 for info, tensor in zip(_tensors(found), (pair.a, pair.b), strict=True):
                     part = data[tensor.offset : tensor.offset + tensor.nbytes]
                     _read_checked(draft, file, info, part)
+            for found in (*draft.pairs.values(), *draft.alone.values()):
                 for info in found.vectors:
                     vectors[info.name] = np.empty(info.nbytes, np.uint8)
                     _read_checked(draft, file, info, vectors[info.name])
@@ -251,10 +255,11 @@ def _read(draft: Draft, file: BinaryIO, info: TensorInfo, into: Bytes) -> None:
 def _data_problems(
     draft: Draft, pair: DraftPair, file: BinaryIO
 ) -> tuple[list[LoragraphError], bool]:
-    """Problems of the values of a pair, and whether A, B or the scale is zero."""
+    """Problems of the values of a target, and whether they change nothing."""
     problems: list[LoragraphError] = []
-    zero = _scale(draft, pair) == 0
-    for info in (*_tensors(pair), *pair.vectors):
+    zero = not pair.is_alone and _scale(draft, pair) == 0
+    halves = () if pair.is_alone else _tensors(pair)
+    for info in (*halves, *pair.vectors):
         data = np.empty(info.nbytes, np.uint8)
         try:
             _read(draft, file, info, data)
@@ -262,7 +267,7 @@ def _data_problems(
             return [error], False
         problems += (problem for check in DATA_CHECKS for problem in check(draft, info, data))
         zero = zero or all_zero(info.type, data)
-    return problems, zero and not pair.vectors
+    return problems, zero and (pair.is_alone or not pair.vectors)
 
 
 def _vectors(
@@ -287,6 +292,12 @@ def _vectors(
         vectors[target] = resolved(
             target, magnitude, bias, a, b, pair.scale, rows, is_table=is_table
         )
+    for target, header in draft.alone.items():
+        bias, delta = (
+            None if info is None else found[info.name].view(np.float32)
+            for info in (header.bias, header.delta)
+        )
+        vectors[target] = RowVectors(shift=bias, delta=delta)
     return vectors
 
 
@@ -302,17 +313,19 @@ def _report(
     nbytes: int,
     warnings: tuple[str, ...],
 ) -> LoadReport:
-    vectors = [part for pair in draft.pairs.values() for part in pair.vectors]
+    targets = (*draft.pairs.values(), *draft.alone.values())
+    vectors = [part for one in targets for part in one.vectors]
     halves = [half for pair in pairs.values() for half in (pair.a, pair.b)]
     return LoadReport(
         ranks={target: pair.rank for target, pair in pairs.items()},
         scales={target: pair.scale for target, pair in pairs.items()},
-        coverage=coverage(pairs, base),
+        coverage=coverage((*pairs, *draft.alone), base),
         n_tensors=len(halves) + len(vectors),
         n_params=sum(math.prod(half.ne) for half in halves)
         + sum(part.n_elements for part in vectors),
         base_params=base.n_params if base is not None else 0,
         nbytes=nbytes + sum(part.nbytes for part in vectors),
+        alone=tuple(draft.alone),
         ignored=draft.norms,
         warnings=warnings,
     )

@@ -17,20 +17,21 @@ _BLOCK = re.compile(r"^blk\.\d+\.")
 class LoadReport:
     """Facts of one load. Scales are the effective ones at user scale 1."""
 
-    ranks: Mapping[str, int]  # per target
+    ranks: Mapping[str, int]  # per target with a pair
     scales: Mapping[str, float]  # per target
     coverage: Mapping[str, tuple[int, int]]  # per target kind: changed, in the base
     n_tensors: int  # tensors used, two a target
     n_params: int
     base_params: int  # 0 = no base was given
     nbytes: int
+    alone: tuple[str, ...] = ()  # targets with a bias, or a norm's change, and no pair
     ignored: tuple[str, ...] = ()  # tensors left out because the caller said so
     warnings: tuple[str, ...] = field(default=())
 
     @property
     def n_targets(self) -> int:
         """Number of base tensors that the adapter changes."""
-        return len(self.ranks)
+        return len(self.ranks) + len(self.alone)
 
     @property
     def rank_min(self) -> int:
@@ -59,6 +60,7 @@ class LoadReport:
             "rank_min": self.rank_min,
             "rank_max": self.rank_max,
             "ranks": dict(self.ranks),
+            "alone": list(self.alone),
             "scales": dict(self.scales),
             "n_params": self.n_params,
             "base_params": self.base_params,
@@ -75,13 +77,16 @@ def target_class(name: str) -> str:
 
 
 def coverage(targets: Iterable[str], base: BaseInfo | None) -> dict[str, tuple[int, int]]:
-    """Per class of targets: how many of `targets`, how many the base has; 0 without a base."""
+    """Per class of targets: how many of `targets`, how many the base has; 0 without a base.
+
+    Norms, which no low-rank part changes, are counted where some target is one.
+    """
     changed = Counter(target_class(name) for name in targets)
     present: Counter[str] = Counter()
     if base is not None:
         present.update(
             target_class(name)
             for name, target in base.targets.items()
-            if target.kind is not TargetKind.NONE
+            if target.kind is not TargetKind.NONE or target_class(name) in changed
         )
     return {name: (changed[name], present[name]) for name in sorted(changed | present)}

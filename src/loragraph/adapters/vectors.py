@@ -1,9 +1,10 @@
-"""What an adapter does row by row beside B A x: DoRA's magnitudes, biases.
+"""What an adapter does row by row beside B A x: DoRA's magnitudes, biases, changes of norms.
 
 Semantics, with the user's scale u, W x without bias and w_s included, m' = m / ||W + s B A||:
 y = W x + sum_i u_i (gain_i * W x + (b_rows_i * s_i B_i) A_i x + shift_i), where gain = m' - 1 and
 b_rows = m' (DoRA), shift = s b (a bias). The lookup is the same with an embedding as its y; there
-the norm is taken over the tokens (PEFT's DoraEmbeddingLayer).
+the norm is taken over the tokens (PEFT's DoraEmbeddingLayer). A bias without a pair has s = 1. Of a
+norm the weight becomes w + sum_i u_i delta_i.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class RowVectors:
     gain: Values | None = None  # of W x
     b_rows: Values | None = None  # what lora_b's rows are multiplied with
     shift: Values | None = None  # added
+    delta: Values | None = None  # of a norm: added to its weight
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        parts = (self.magnitude, self.bias, self.gain, self.b_rows, self.shift)
+        parts = (self.magnitude, self.bias, self.gain, self.b_rows, self.shift, self.delta)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -57,7 +59,7 @@ class RowVectors:
         """Hashes what decides the result: the file's values, not what a base made of them."""
         gain = self.magnitude if self.magnitude is not None else self.gain
         shift = self.bias if self.bias is not None else self.shift
-        for tag, part in ((b"gain", gain), (b"shift", shift)):
+        for tag, part in ((b"gain", gain), (b"shift", shift), (b"delta", self.delta)):
             if part is not None:
                 digest.update(tag + part.tobytes())
 

@@ -59,6 +59,6 @@ def combine(
         facts = {"path": str(report.path), "ranks": dict(report.ranks), "nbytes": report.nbytes}
         typer.echo(json.dumps(facts | {"warnings": list(report.warnings)}, indent=2))
         return
-    low, high = min(report.ranks.values()), max(report.ranks.values())
+    low, high = min(report.ranks.values(), default=0), max(report.ranks.values(), default=0)
     ranks = f"rank {high}" if low == high else f"ranks {low} to {high}"
     typer.echo(f"{report.path}: {size(report.nbytes)}; {len(report.ranks)} targets, {ranks}")

@@ -16,6 +16,7 @@ from loragraph.adapters.convert import Plan, convert
 from loragraph.adapters.convert.write import OUT_TYPES, OutType, out_tensors
 from loragraph.cli.inspect import size
 from loragraph.cli.library import open_library
+from loragraph.cli.progress import ends_in_order, error_console, file_progress
 
 _SHOWN_WARNINGS = 20
 
@@ -41,15 +42,17 @@ def convert_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Convert a PEFT or MLX adapter to GGUF; whatever cannot be carried over is refused."""
-    path, plan = convert(
-        adapter,
-        base,
-        outfile,
-        outtype=cast(OutType, outtype),
-        name=name,
-        dry_run=dry_run,
-        lib=open_library(),
-    )
+    with ends_in_order(), file_progress(error_console(), "converting") as progress:
+        path, plan = convert(
+            adapter,
+            base,
+            outfile,
+            outtype=cast(OutType, outtype),
+            name=name,
+            dry_run=dry_run,
+            lib=open_library(),
+            progress=progress,
+        )
     if as_json:
         facts = plan.to_dict() | {"outfile": None if dry_run else str(path)}
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
@@ -90,12 +93,12 @@ def _targets(console: Console, targets: Sequence[dict[str, Any]]) -> None:
     table = Table("target", "from", "rank", "scale", "folded into lora_b", "also")
     for target in targets:
         modules = ", ".join(target["modules"][:2]) + (" …" if target["n_modules"] > 2 else "")
-        also = [key for key in ("magnitude", "bias") if target[key]]
-        also += [] if target["method"] == "lora" else [f"trained {target['method']}"]
+        also = [key for key in ("magnitude", "bias", "delta") if target[key]]
+        also += [f"trained {target['method']}"] if target["method"] in ("weights", "tokens") else []
         row = (
             target["target"],
             modules,
-            str(target["rank"]),
+            str(target["rank"] or ""),
             _numbers(target["scales"]),
             _numbers(target["folded"]),
             ", ".join(also),

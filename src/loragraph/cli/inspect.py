@@ -97,7 +97,7 @@ def _show_targets(console: Console, facts: dict[str, Any]) -> None:
         (
             (
                 " + ".join([weight["target"], *weight["vectors"]]),
-                weight["rank"],
+                weight["rank"] or "",
                 _number(weight["scale"]),
                 " ".join(dict.fromkeys(weight["types"])),
                 size(weight["nbytes"]),

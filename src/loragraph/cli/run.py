@@ -281,8 +281,12 @@ def _show_statistics(console: Console, generation: Generation, loaded: Sequence[
 
 
 def _effective(one: _Loaded) -> list[float]:
-    """The effective scales over all targets, without repetition, ascending."""
-    return sorted({one.adapter.effective_scale(target, one.scale) for target in one.adapter.pairs})
+    """The effective scales over all targets, without repetition, ascending.
+
+    Vectors without a pair have the user's.
+    """
+    scales = {one.adapter.effective_scale(target, one.scale) for target in one.adapter.pairs}
+    return sorted(scales | ({one.scale} if one.adapter.alone else set()))
 
 
 def _facts(base: Path, generation: Generation, loaded: Sequence[_Loaded]) -> dict[str, Any]:

@@ -39,12 +39,12 @@ class AdapterLoader:
         ranks = [pair.b.ne[0] for pair in draft.pairs.values() if pair.b is not None]
         return AdapterHeader(
             nbytes + nbytes_b,
-            max(ranks),
-            len(draft.pairs),
+            max(ranks, default=0),
+            len(draft.pairs) + len(draft.alone),
             draft.invocation_tokens,
             draft.task_name,
             draft.prompt_prefix,
-            coverage(draft.pairs, self._model.base_info),
+            coverage((*draft.pairs, *draft.alone), self._model.base_info),
         )
 
     def start(self, generation: Generation) -> None:

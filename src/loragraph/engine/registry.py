@@ -266,7 +266,7 @@ def header_of(adapter: Adapter) -> AdapterHeader:
     return AdapterHeader(
         resident_bytes(adapter),
         adapter.rank_max,
-        len(adapter.pairs),
+        adapter.report.n_targets,
         adapter.invocation_tokens,
         adapter.task_name,
         adapter.prompt_prefix,

@@ -1,7 +1,7 @@
 """Builds the graph of one step shape. The only place where a weight meets an activation.
 
-A model family calls `embed`, `linear` and `linear_id` (the three seams) and the plain operations
-below; it never mentions adapters.
+A model family calls `embed`, `linear`, `linear_id` and `rms_norm` (the seams) and the plain
+operations below; it never mentions adapters.
 """
 
 from __future__ import annotations
@@ -111,8 +111,15 @@ class Builder:
         return self._take(self._lowering.experts(self.ops, w, x, ids, y, self._rows))
 
     def rms_norm(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
-        """RMS norm over n_embd, times the weight."""
-        return self.ops.mul(self.ops.rms_norm(x, eps), weight.tensor)
+        """RMS norm over axis 0, times the weight, of x F32 [n, n_rows] or [n, n_head, n_rows]."""
+        n_rows = (self._tokens if self._rows is RowSet.TOKENS else self._out_ids).ne[0]
+        by_row = self._lowering.norm_weight(self.ops, weight, self._rows, n_rows)
+        x = self.ops.rms_norm(x, eps)
+        if by_row is None:
+            return self.ops.mul(x, weight.tensor)
+        if x.ne[1:3] != (n_rows, 1):  # heads
+            by_row = self.ops.reshape(by_row, weight.ne[0], 1, n_rows)
+        return self.ops.mul(x, by_row)
 
     def heads(self, x: Tensor, n_head: int) -> Tensor:
         """[n_embd_head * n_head, n] as [n_embd_head, n_head, n]."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.draft import ALPHA_KEY, INVOCATION_KEY, TIED_OUTPUT_KEY
+from loragraph.adapters.vectors import RowVectors
 from loragraph.errors import ConfigError, InvalidRequestError
 from loragraph.ggml.handles import BF16, F16, F32, Q8_0
 from loragraph.ggml.lib import Library
@@ -80,14 +81,21 @@ def adapter_keys(
 
 
 def write_adapter(
-    lib: Library, path: Path, keys: Mapping[str, bytes], factors: Sequence[Factors], type_: int
+    lib: Library,
+    path: Path,
+    keys: Mapping[str, bytes],
+    factors: Sequence[Factors],
+    type_: int,
+    alone: Mapping[str, RowVectors] | None = None,
 ) -> int:
     """Writes the file, complete or not at all; gives its size in bytes.
+
+    `alone` are biases and changes of norms, by target, that have no pair.
 
     Halves whose rows do not fit the blocks of `type_` are F16. InvalidRequestError where a value
     is too large for the type.
     """
-    alpha = float(max(pair.rank for pair in factors))
+    alpha = float(max((pair.rank for pair in factors), default=1))
     keys = {**keys, ALPHA_KEY: value_bytes(alpha)}
     tensors: list[OutTensor] = []
     datas: list[Bytes] = []
@@ -101,6 +109,12 @@ def write_adapter(
         for half, vector in (("lora_bias", shift), ("lora_magnitude", pair.magnitude)):
             if vector is not None:
                 tensor, data = _stored(lib, f"{pair.target}.{half}", vector, F32)
+                tensors.append(tensor)
+                datas.append(data)
+    for target, vectors in sorted((alone or {}).items()):
+        for half, vector in (("lora_bias", vectors.shift), ("lora_delta", vectors.delta)):
+            if vector is not None:
+                tensor, data = _stored(lib, f"{target}.{half}", vector, F32)
                 tensors.append(tensor)
                 datas.append(data)
     (part,) = plan_parts(path, keys, tensors)

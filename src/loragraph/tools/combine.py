@@ -92,7 +92,7 @@ def combine_files(
         _check_ranks(combined)
         factors = [_factors_of(combined, target, rows) for target in combined.pairs]
         keys = _keys(scales, names, combined, tied)
-        nbytes = write_adapter(lib, out, keys, factors, type_)
+        nbytes = write_adapter(lib, out, keys, factors, type_, combined.alone)
         warnings = [text for adapter in loaded for text in adapter.report.warnings]
         return CombineReport(
             path=out,
@@ -125,6 +125,7 @@ def _check_fit(adapters: Sequence[Adapter], names: Sequence[str]) -> None:
     """One architecture, and equal sizes of the targets that several have."""
     first = adapters[0].metadata.get("general.architecture")
     seen: dict[str, tuple[tuple[int, ...], str]] = {}
+    lengths: dict[str, tuple[tuple[int, ...], str]] = {}
     for adapter, name in zip(adapters, names, strict=True):
         arch = adapter.metadata.get("general.architecture")
         if arch != first:
@@ -134,14 +135,24 @@ def _check_fit(adapters: Sequence[Adapter], names: Sequence[str]) -> None:
         for target, pair in adapter.pairs.items():
             outer = pair.a.ne[1] if target == TOKEN_EMBD else pair.a.ne[0]
             sizes = (outer, pair.b.ne[1], pair.a.ne[2])
-            before, other = seen.setdefault(target, (sizes, name))
-            if sizes != before:
-                raise AdapterMismatchError(
-                    f"{target}: expected sizes {list(before)} as of {other}, got {list(sizes)}",
-                    adapter=name,
-                    tensor=target,
-                    hint="they were made for unlike base models",
-                )
+            _check_same(target, sizes, *seen.setdefault(target, (sizes, name)), name)
+        for target, vectors in adapter.vectors.items():
+            vector = vectors.shift if vectors.delta is None else vectors.delta
+            if vector is not None:
+                sizes = vector.shape
+                _check_same(target, sizes, *lengths.setdefault(target, (sizes, name)), name)
+
+
+def _check_same(
+    target: str, sizes: tuple[int, ...], before: tuple[int, ...], other: str, name: str
+) -> None:
+    if sizes != before:
+        raise AdapterMismatchError(
+            f"{target}: expected sizes {list(before)} as of {other}, got {list(sizes)}",
+            adapter=name,
+            tensor=target,
+            hint="they were made for unlike base models",
+        )
 
 
 def _open_base(lib: Library, path: Path, stack: ExitStack) -> tuple[BaseInfo, FileRows]:

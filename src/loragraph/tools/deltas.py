@@ -46,6 +46,7 @@ class Changes:
 
     terms: Mapping[str, Sequence[Term]]
     untie: bool
+    alone: Mapping[str, Sequence[Term]]  # biases and changes of norms without a pair
 
 
 def changes_of(uses: Sequence[Use], *, tied: bool) -> Changes:
@@ -55,20 +56,23 @@ def changes_of(uses: Sequence[Use], *, tied: bool) -> Changes:
     change alike they stay one tensor.
     """
     terms: dict[str, list[Term]] = {}
+    alone: dict[str, list[Term]] = {}
     for use in uses:
         if use.scale == 0:
             continue
+        for target in use.adapter.vectors.keys() - use.adapter.pairs.keys():
+            alone.setdefault(target, []).append(Term(use, target))
         for target in use.adapter.pairs:
             terms.setdefault(target, []).append(Term(use, target))
             if tied and target == TOKEN_EMBD and use.adapter.tied_output:
                 terms.setdefault(OUTPUT, []).append(Term(use, target))
     if not tied:
-        return Changes(terms, untie=False)
+        return Changes(terms, untie=False, alone=alone)
     table, head = terms.get(TOKEN_EMBD, []), terms.get(OUTPUT, [])
     if table == head:
         terms.pop(OUTPUT, None)
-        return Changes(terms, untie=False)
-    return Changes(terms, untie=True)
+        return Changes(terms, untie=False, alone=alone)
+    return Changes(terms, untie=True, alone=alone)
 
 
 def check_mergeable(uses: Sequence[Use], names: Sequence[str]) -> None:
@@ -124,26 +128,37 @@ def delta_of(terms: Sequence[Term], factor: Floats | None = None) -> Delta:
 
 def shift_of(terms: Sequence[Term]) -> Floats | None:
     """What the terms add to the target's product, (n_out,) f32; None where nothing."""
-    found = [
-        np.float64(term.use.scale) * vectors.shift
-        for term in terms
-        if (vectors := term.use.adapter.vectors.get(term.target)) is not None
-        and vectors.shift is not None
-    ]
-    return np.sum(found, axis=0).astype(np.float32) if found else None
+    return _vector_sum(terms, "shift")
 
 
-def _gain(terms: Sequence[Term]) -> Floats | None:
-    """The sum of the gains, each times its user scale, in f64 and rounded once."""
+def norm_change_of(terms: Sequence[Term]) -> Floats | None:
+    """What the terms add to a norm's weight, (n,) f32; None where nothing."""
+    return _vector_sum(terms, "delta")
+
+
+def _vector_sum(terms: Sequence[Term], kind: str) -> Floats | None:
+    """The sum of one kind of vector, each times its user scale, in f64 and rounded once."""
     found = [
-        np.float64(term.use.scale) * vectors.gain
+        np.float64(term.use.scale) * values
         for term in terms
         if (vectors := term.use.adapter.vectors.get(term.target)) is not None
-        and vectors.gain is not None
+        and (values := getattr(vectors, kind)) is not None
     ]
     if not found:
         return None
-    gain: Floats = np.sum(found, axis=0).astype(np.float32)
+    with np.errstate(over="ignore"):  # found out below
+        total: Floats = np.sum(found, axis=0).astype(np.float32)
+    if not np.isfinite(total).all():
+        raise InvalidRequestError(
+            f"expected a finite change of {terms[0].target}; a scale is too large", param="scale"
+        )
+    return total
+
+
+def _gain(terms: Sequence[Term]) -> Floats | None:
+    gain = _vector_sum(terms, "gain")
+    if gain is None:
+        return None
     return gain[None, :] if terms[0].target == TOKEN_EMBD else gain[:, None]
 
 

@@ -78,7 +78,7 @@ def read_base_info(lib: Library, path: Path) -> BaseInfo:
 
 def _is_adapter(file: GGUFFile) -> bool:
     return file.scalar("general.type") == "adapter" or any(
-        name.endswith((".lora_a", ".lora_b")) for name in file.tensors
+        name.endswith((".lora_a", ".lora_b", ".lora_delta")) for name in file.tensors
     )
 
 
@@ -141,7 +141,7 @@ def _describe_adapter(
     weights = sorted(_weights(draft), key=lambda weight: _natural(weight["target"]))
     tensors = [
         part
-        for pair in draft.pairs.values()
+        for pair in (*draft.pairs.values(), *draft.alone.values())
         for part in (pair.a, pair.b, *pair.vectors)
         if part is not None
     ]
@@ -176,7 +176,19 @@ def _base_facts(base: BaseInfo | None, n_params: int) -> dict[str, Any] | None:
 
 
 def _weights(draft: Draft) -> Iterator[dict[str, Any]]:
-    """One entry a target with both halves; the effective scale is that at user scale 1."""
+    """One entry a target with both halves, or with vectors alone (rank 0); the effective scale is
+    that at user scale 1."""
+    for target, alone in draft.alone.items():
+        yield {
+            "target": target,
+            "rank": 0,
+            "scale": 1.0,
+            "types": [type_name(part.type) for part in alone.vectors],
+            "lora_a": [],
+            "lora_b": [],
+            "vectors": [part.name.rsplit(".", 1)[-1] for part in alone.vectors],
+            "nbytes": sum(part.nbytes for part in alone.vectors),
+        }
     for target, pair in draft.pairs.items():
         if pair.a is None or pair.b is None:
             continue
@@ -203,14 +215,15 @@ def _target_classes(
 ) -> dict[str, Any]:
     ranks = defaultdict(set)
     for weight in weights:
-        ranks[target_class(weight["target"])].add(weight["rank"])
+        if weight["rank"]:
+            ranks[target_class(weight["target"])].add(weight["rank"])
     return {
         name: {
             "changed": changed,
             "in_base": in_base if base is not None else None,
             "ranks": sorted(ranks[name]),
         }
-        for name, (changed, in_base) in coverage(draft.pairs, base).items()
+        for name, (changed, in_base) in coverage((*draft.pairs, *draft.alone), base).items()
     }
 
 

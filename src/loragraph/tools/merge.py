@@ -30,9 +30,9 @@ from loragraph.model.fold import latent_tables, read_fold
 from loragraph.tools.deltas import Changes, Term, Use, changes_of, check_mergeable
 from loragraph.tools.file_type import FileType, ModelShape, file_type, target_types
 from loragraph.tools.gguf_header import OutTensor, RawHeader, integer_bytes, read_header
-from loragraph.tools.merge_biases import with_biases
 from loragraph.tools.merge_record import record_keys
 from loragraph.tools.merge_run import Piece, Progress, run_pieces
+from loragraph.tools.merge_vectors import with_vectors
 from loragraph.tools.output import check_output
 from loragraph.tools.split import Part, plan_parts
 from loragraph.tools.tensor_values import FileRows
@@ -109,7 +109,7 @@ def merge(
         check_mergeable(uses, names)
         changes = changes_of(uses, tied=info.tied)
         header = read_header(files.metadata)
-        pieces = with_biases(
+        pieces = with_vectors(
             lib, files.tensors, info, changes, _pieces(lib, files, header, changes, kind)
         )
         parts = _parts(files, header, pieces, Path(output), max_split_bytes, kind, uses, names)

@@ -25,8 +25,12 @@ class OutFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._part = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
+        self._fd = -1
+
+    def open(self) -> None:
+        """Makes the file; whoever calls this has seen to close() before, as a signal may come."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-        with writing(path):
+        with writing(self.path):
             self._fd = os.open(self._part, flags, 0o666)  # less what the umask forbids
 
     def reserve(self, nbytes: int) -> None:
@@ -136,6 +140,7 @@ def out_files(paths: Sequence[Path]) -> Iterator[list[OutFile]]:
         for path in paths:
             file = OutFile(path)
             stack.callback(file.close)
+            file.open()
             files.append(file)
         yield files
         for file in files:

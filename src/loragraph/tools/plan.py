@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,19 @@ def _adapter_cost(lib: Library, path: Path, info: BaseInfo, use: _Use) -> Cost:
         assert pair.a is not None  # checked by read_header
         assert pair.b is not None
         sizes[name] = (pair.b.ne[0], pair.a.nbytes, pair.b.nbytes)
-    return _pair_costs(path.name, sizes, info, use, memory_of(draft)[0])
+    cost = _pair_costs(path.name, sizes, info, use, memory_of(draft)[0])
+    vectors = [part for pair in draft.alone.values() for part in pair.vectors]
+    n_values = sum(part.n_elements for part in vectors)
+    in_layers = sum(part.n_elements for part in vectors if _IN_LAYER.match(part.name))
+    return replace(
+        cost,
+        params=cost.params + n_values,
+        params_layers=cost.params_layers + in_layers,
+        nbytes_layers=cost.nbytes_layers + 4 * in_layers,
+        macs=cost.macs + n_values,
+        bytes_token=cost.bytes_token + 4 * n_values,
+        n_targets=cost.n_targets + len(draft.alone),
+    )
 
 
 def _supposed_cost(rank: int, info: BaseInfo, use: _Use) -> Cost:

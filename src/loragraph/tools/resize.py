@@ -94,12 +94,14 @@ def resize_file(
         gguf_file(lib, adapter, info) as file,
         read_adapter(lib, file, info, ignore_norm=ignore_norm, named=adapter) as loaded,
     ):
+        if not loaded.pairs:
+            raise ConfigError(f"{adapter} has no low-rank pair to resize", field="adapter")
         factors, choices = [], []
         for target in loaded.pairs:
             pair, choice = resized(loaded, target, limit, share)
             factors.append(pair)
             choices.append(choice)
-        nbytes = write_adapter(lib, out, _keys(lib, Path(file)), factors, type_)
+        nbytes = write_adapter(lib, out, _keys(lib, Path(file)), factors, type_, loaded.alone)
         return ResizeReport(
             path=out,
             choices=tuple(choices),

@@ -78,6 +78,24 @@ def product(tensors: Mapping[str, Any], module: str, scale: float = 2.0) -> NDAr
     return out
 
 
+def test_progress_reaches_the_whole_and_an_interruption_leaves_no_file(tmp_path: Path) -> None:
+    """Bytes written grow up to those of all tensors; Ctrl-C in between leaves what was there."""
+    base, folder = write_base(tmp_path / "base.gguf"), peft(tmp_path / "peft")
+    seen: list[tuple[int, int]] = []
+    path, _ = convert(folder, base, progress=lambda *pair: seen.append(pair))
+    done = [one for one, _ in seen]
+    assert done == sorted(set(done))
+    assert seen[-1][0] == seen[-1][1] == sum(a.nbytes for a in read_tensors(path).values())
+    path.unlink()
+
+    def interrupt(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, base, progress=interrupt)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["base.gguf", "peft"]
+
+
 @pytest.mark.parametrize(
     ("arch", "reorders"), [("llama", True), ("granite", True), ("qwen2", False), ("gemma3", False)]
 )

@@ -128,10 +128,16 @@ REFUSED: dict[str, tuple[type[LoragraphError], str, dict[str, Any], dict[str, An
         PAIR,
         {"base_model_name_or_path": "a\x1b[31m"},
     ),
-    "norm": (
+    "norm of another size": (
+        AdapterMismatchError,
+        rf"input_layernorm.*shape \[5\].*attn_norm.weight \[{N_EMBD}\]",
+        {**PAIR, NORM: normal(0, 5)},
+        {"modules_to_save": ["input_layernorm"]},
+    ),
+    "norm with a bias": (
         UnsupportedError,
-        "a low-rank part cannot change",
-        {**PAIR, NORM: normal(0, N_EMBD)},
+        "a bias of the norm was trained",
+        {**PAIR, NORM: normal(0, N_EMBD), NORM.replace("weight", "bias"): normal(1, N_EMBD)},
         {"modules_to_save": ["input_layernorm"]},
     ),
     "classifier": (
@@ -140,10 +146,22 @@ REFUSED: dict[str, tuple[type[LoragraphError], str, dict[str, Any], dict[str, An
         {**PAIR, "base_model.model.score.weight": normal(0, 2, N_EMBD)},
         {"modules_to_save": ["score"]},
     ),
-    "bias alone": (
+    "bias alone of another size": (
+        AdapterMismatchError,
+        r"bias has the shape \[31\], and the base has 32 rows in blk.1.attn_q.weight",
+        {**PAIR, "base_model.model.model.layers.1.self_attn.q_proj.bias": normal(0, 31)},
+        {"bias": "all"},
+    ),
+    "bias of a norm alone": (
         UnsupportedError,
-        "no low-rank pair to carry it",
-        {**PAIR, "base_model.model.model.layers.1.self_attn.q_proj.bias": normal(0, 32)},
+        "biases are carried for linear weights alone",
+        {**PAIR, NORM.replace("weight", "bias"): normal(0, N_EMBD)},
+        {"bias": "all"},
+    ),
+    "bias of what the base lacks": (
+        AdapterMismatchError,
+        "score: the base .* has no tensor for it",
+        {**PAIR, "base_model.model.score.bias": normal(0, 2)},
         {"bias": "all"},
     ),
     "resized table": (

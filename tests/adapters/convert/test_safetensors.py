@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loragraph.adapters.convert.safetensors import read_header, read_values
+from loragraph.adapters.convert.safetensors import (
+    _MAX_VALUES,
+    MAX_TENSORS,
+    read_header,
+    read_values,
+)
 from loragraph.errors import AdapterFormatError, LoragraphError, UnsupportedError
 from tests.adapters.convert.folders import bf16, normal, raw_safetensors, safetensors_bytes
 
@@ -93,6 +98,31 @@ def test_a_bad_header_is_one_clear_error(name: str, tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b"0", b"1.5", b'""'])
+def test_a_header_full_of_tiny_values_takes_no_memory(item: bytes, tmp_path: Path) -> None:
+    """JSON makes of two bytes an object of fifty: refused before it is read as JSON."""
+    header = b'{"a":[' + (item + b",") * 5_000_000 + b"0]}"
+    path = write(tmp_path / "a", raw_safetensors(header))
+    tracemalloc.start()
+    try:
+        with pytest.raises(AdapterFormatError, match="values, got"):
+            read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < len(header) + (4 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_as_many_tensors_as_are_allowed(tmp_path: Path) -> None:
+    """The bound of values is beyond what the bound of tensors allows."""
+    assert _MAX_VALUES >= 8 * MAX_TENSORS
+    entries = {
+        f"m.{i}.lora_A.weight": {**ENTRY, "shape": [1, 0], "data_offsets": [0, 0]}
+        for i in range(20_000)
+    }
+    path = write(tmp_path / "a", raw_safetensors(json.dumps(entries).encode(), bytes(8)))
+    assert len(read_header(path)) == 20_000
 
 
 def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:

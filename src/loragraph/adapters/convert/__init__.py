@@ -18,7 +18,7 @@ from loragraph.adapters.convert.source import (
     read_config,
     refuse_model_folder,
 )
-from loragraph.adapters.convert.write import OUT_TYPES, OutType, write_plan
+from loragraph.adapters.convert.write import OUT_TYPES, OutType, Progress, write_plan
 from loragraph.errors import ConfigError
 from loragraph.ggml.lib import Library, load_library
 
@@ -53,6 +53,7 @@ def convert(
     name: str | None = None,
     dry_run: bool = False,
     lib: Library | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Path, Plan]:
     """Converts a PEFT or MLX adapter (a folder, or a file in one) to a GGUF adapter for `base`.
 
@@ -60,6 +61,7 @@ def convert(
     folder's name and type, beside the folder) appears when it is complete. Returns its path and
     the plan that was carried out; `dry_run` writes nothing. Files that need none of loragraph's
     own keys (see docs/adapter-format.md) load in llama.cpp too, which `Plan.llama_cpp` says.
+    `progress` gets (bytes written, bytes in all).
     Errors: as `plan_conversion`, and ConfigError for an output that cannot be written.
     """
     if outtype not in OUT_TYPES:
@@ -71,5 +73,5 @@ def convert(
     beside = plan.source.parent if plan.source.name not in ("", "..") else source.parent
     target = Path(outfile) if outfile is not None else beside / f"{source.name}-{outtype}.gguf"
     if not dry_run:
-        write_plan(plan, target, outtype, named)
+        write_plan(plan, target, outtype, named, progress)
     return target, plan

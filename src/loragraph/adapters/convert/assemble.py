@@ -48,6 +48,11 @@ def bias(plan: Plan, target: PlannedTarget) -> Values:
     return _vector(plan, target, target.bias, folded=True)
 
 
+def delta(plan: Plan, target: PlannedTarget) -> Values:
+    """What is added to a norm's weight, (n,) f32."""
+    return _vector(plan, target, target.delta, folded=False)
+
+
 def _factors(plan: Plan, target: PlannedTarget, piece: Piece) -> tuple[Values, Values]:
     a, b = piece.factors()
     factor = plan.factor(target, piece)

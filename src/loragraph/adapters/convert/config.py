@@ -70,6 +70,7 @@ class AdapterConfig:
     lora_bias: bool = False
     invocation_tokens: tuple[int, ...] = ()
     modules_to_save: tuple[str, ...] = ()
+    trains_whole: bool = False  # LN tuning: all that is in the file
     token_indices: Mapping[str, tuple[int, ...]] | None = None  # module name -> token ids
     target_parameters: tuple[str, ...] = ()
     n_layer: int | None = None  # of the base after layer_replication
@@ -90,10 +91,12 @@ def read_adapter_config(path: Path, config: Mapping[str, Any]) -> AdapterConfig:
             hint="is it the folder that save_pretrained() wrote?",
         )
     kind = fields.text("peft_type", "LORA").upper()
+    if kind == "LN_TUNING":
+        return _ln_tuning(fields)
     if kind != "LORA":
         raise _unsupported(
             path,
-            f"peft_type is {kind}, and only LORA can be converted: "
+            f"peft_type is {kind}, and only LORA and LN_TUNING can be converted: "
             + _KNOWN_TYPES.get(kind, "it is another kind of adapter"),
             f"peft_type {kind}",
             "merge it in PEFT (merge_and_unload), convert the model, then loragraph extract",
@@ -131,6 +134,19 @@ def _peft(fields: _Fields) -> AdapterConfig:
         target_parameters=fields.names("target_parameters"),
         n_layer=_replicated_layers(fields),
         ties_head=fields.flag("ensure_weight_tying"),
+        base_name=fields.text("base_model_name_or_path", ""),
+        warnings=_peft_warnings(fields),
+    )
+
+
+def _ln_tuning(fields: _Fields) -> AdapterConfig:
+    """Norms trained whole: there is nothing low-rank in it, and no scale."""
+    return AdapterConfig(
+        source="peft",
+        alpha=1.0,
+        rank=1,
+        modules_to_save=fields.names("modules_to_save"),
+        trains_whole=True,
         base_name=fields.text("base_model_name_or_path", ""),
         warnings=_peft_warnings(fields),
     )

@@ -54,6 +54,8 @@ _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = tuple(
         (Part.TOKENS, rf"(?:\.token_adapter)?\.trainable_tokens_delta{_NAME}"),
         (Part.FULL, rf"\.modules_to_save{_NAME}\.weight"),
         (Part.FULL_BIAS, rf"\.modules_to_save{_NAME}\.bias"),
+        (Part.FULL, rf"\.ln_tuning_layers{_NAME}\.weight"),
+        (Part.FULL_BIAS, rf"\.ln_tuning_layers{_NAME}\.bias"),
         (Part.FROZEN, r"\.(?:base_layer\.weight|original_module\.(?:weight|bias))"),
         (Part.FULL_BIAS, r"\.base_layer\.bias"),  # how PEFT saves a bias that it trained
         (Part.A_TRANSPOSED, r"\.lora_a"),

@@ -31,20 +31,22 @@ _CACHED_TENSORS = 4  # experts read the same two again and again
 
 @dataclass(frozen=True)
 class PlannedTarget:
-    """One pair of the file to come, and what it is made of."""
+    """One pair of the file to come, or vectors without one, and what they are made of."""
 
     target: str
     kind: TargetKind
     ne: tuple[int, int, int]  # of the base's weight: n_in, n_out, n_expert
-    rank: int
+    rank: int  # 0: no pair
     pieces: tuple[Piece, ...]
     magnitude: tuple[VectorPiece, ...] = ()
     bias: tuple[VectorPiece, ...] = ()
+    delta: tuple[VectorPiece, ...] = ()  # of a norm
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that it comes of, each once."""
-        return tuple(dict.fromkeys(piece.module for piece in self.pieces))
+        parts: tuple[Piece | VectorPiece, ...] = self.pieces or (*self.bias, *self.delta)
+        return tuple(dict.fromkeys(piece.module for piece in parts))
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -69,8 +71,15 @@ class PlannedTarget:
 
     @property
     def n_rows(self) -> int:
-        """Length of a magnitude or bias."""
-        return self.ne[0] if self.kind is TargetKind.EMBEDDING else self.ne[1]
+        """Length of a magnitude, a bias or a norm's change."""
+        along_row = self.kind is TargetKind.EMBEDDING or bool(self.delta)
+        return self.ne[0] if along_row else self.ne[1]
+
+    @property
+    def n_params(self) -> int:
+        """Values of all its tensors."""
+        vectors = sum(self.n_rows for part in (self.magnitude, self.bias, self.delta) if part)
+        return vectors + (_size(self.shape_a) + _size(self.shape_b) if self.rank else 0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class Plan:
     @property
     def own_keys(self) -> tuple[str, ...]:
         """What llama.cpp has no field for, and so refuses to load."""
-        own = ("lora_magnitude", "magnitude"), ("lora_bias", "bias")
+        own = ("lora_magnitude", "magnitude"), ("lora_bias", "bias"), ("lora_delta", "delta")
         return tuple(key for key, name in own if any(getattr(t, name) for t in self.targets))
 
     @property
@@ -106,6 +115,8 @@ class Plan:
 
     def factor(self, target: PlannedTarget, piece: Piece | VectorPiece) -> float:
         """What is folded into a piece of lora_b (or a bias), so that alpha / rank is right."""
+        if not target.rank:
+            return piece.scale
         return left_over(self.alpha, piece.scale, target.rank)
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +136,7 @@ class Plan:
                     (target.target for target in self.targets), info
                 ).items()
             },
-            "n_params": sum(_size(t.shape_a) + _size(t.shape_b) for t in self.targets),
+            "n_params": sum(target.n_params for target in self.targets),
             "own_keys": list(self.own_keys),
             "llama_cpp": self.llama_cpp or "loads it",
             "skipped": list(self.skipped),
@@ -141,11 +152,12 @@ class Plan:
             "rank": target.rank,
             "scales": list(target.scales),
             "folded": list(factors),
-            "lora_a": list(reversed(target.shape_a)),
-            "lora_b": list(reversed(target.shape_b)),
-            "method": target.pieces[0].method,
+            "lora_a": list(reversed(target.shape_a)) if target.rank else [],
+            "lora_b": list(reversed(target.shape_b)) if target.rank else [],
+            "method": target.pieces[0].method if target.pieces else "vector",
             "magnitude": bool(target.magnitude),
             "bias": bool(target.bias),
+            "delta": bool(target.delta),
         }
 
 
@@ -164,7 +176,12 @@ def make_plan(source: AdapterSource, base: BaseFacts, config: AdapterConfig) -> 
     pieces: dict[str, list[Piece]] = defaultdict(list)
     magnitudes: dict[str, list[VectorPiece]] = defaultdict(list)
     biases: dict[str, list[VectorPiece]] = defaultdict(list)
+    deltas: dict[str, list[VectorPiece]] = defaultdict(list)
     for module in modules:
+        if trained.is_norm(module):
+            for vector in trained.norm(module):
+                deltas[vector.place.target].append(vector)
+            continue
         pairs = _pairs(module, lowrank, trained)
         for piece in pairs:
             pieces[piece.place.target].append(piece)
@@ -176,8 +193,8 @@ def make_plan(source: AdapterSource, base: BaseFacts, config: AdapterConfig) -> 
         for vector in added:
             biases[vector.place.target].append(vector)
     targets = tuple(
-        _planned(base, name, found, magnitudes[name], biases[name])
-        for name, found in sorted(pieces.items(), key=lambda item: _natural(item[0]))
+        _planned(base, name, pieces[name], magnitudes[name], biases[name], deltas[name])
+        for name in sorted(pieces.keys() | biases.keys() | deltas.keys(), key=_natural)
     )
     if not targets:
         raise AdapterFormatError(
@@ -210,6 +227,7 @@ def _planned(
     pieces: Sequence[Piece],
     magnitude: Sequence[VectorPiece],
     bias: Sequence[VectorPiece],
+    delta: Sequence[VectorPiece],
 ) -> PlannedTarget:
     target = base.info.targets[name]
     methods = {piece.method for piece in pieces}
@@ -231,7 +249,14 @@ def _planned(
             hint="merge it in PEFT (merge_and_unload) and convert the whole model",
         )
     return PlannedTarget(
-        name, target.kind, target.ne[:3], rank, tuple(pieces), tuple(magnitude), tuple(bias)
+        name,
+        target.kind,
+        target.ne[:3],
+        rank,
+        tuple(pieces),
+        tuple(magnitude),
+        tuple(bias),
+        tuple(delta),
     )
 
 
@@ -240,7 +265,7 @@ def _total_rank(pieces: Iterable[Piece]) -> int:
     by_expert: dict[int | None, int] = defaultdict(int)
     for piece in pieces:
         by_expert[piece.place.expert] += piece.rank
-    return max(by_expert.values())
+    return max(by_expert.values(), default=0)
 
 
 def _tied_output(

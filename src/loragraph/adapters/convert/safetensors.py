@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 64 << 20  # 40,000 tensors of per-expert modules take 6 MB
 MAX_TENSORS = 1 << 17  # 94 layers of 128 experts have 72,000
 MAX_NAME = 1024  # characters
 _MAX_DIMS = 8
+_MAX_VALUES = 12 * MAX_TENSORS  # a matrix's entry has 8: commas and brackets that open
 _LENGTH_BYTES = 8
 
 _ITEM_BYTES: Mapping[str, int] = {
@@ -118,6 +119,12 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
             raise ValueError("a name stands twice")
         return found
 
+    # An object of Python for every two bytes would take twenty times the header's memory.
+    n_values = sum(map(text.count, (b",", b"[", b"{")))
+    if n_values > _MAX_VALUES:
+        raise AdapterFormatError(
+            f"expected a header of at most {_MAX_VALUES} values, got {n_values}", path=path
+        )
     try:
         header = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as exc:

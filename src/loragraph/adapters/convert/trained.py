@@ -1,10 +1,11 @@
-"""Weights that were trained whole (modules_to_save, trainable tokens) as exact low-rank pairs.
+"""What was trained whole: weights and tokens as exact low-rank pairs, norms and biases as vectors.
 
 A delta D = W' - W is the product of itself and an identity, so it is a pair of full rank, which
 every lowering and llama.cpp compute as any other: A = I, B = D, or A = D, B = I, whichever is
 smaller. Tokens t_1 … t_k of a table whose rows were trained are a pair of rank k: lora_a names the
 tokens, lora_b holds the differences. Differences are to the base of the GGUF file as it is, so the
-sum is what was trained, whatever the base's quantisation rounded.
+sum is what was trained, whatever the base's quantisation rounded. A norm's weight and a bias are
+vectors of differences; gemma's files hold 1 + w where its checkpoints hold w.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from loragraph.errors import AdapterFormatError, AdapterMismatchError, Unsupport
 
 Values = NDArray[np.float32]
 
+_WITHOUT_ONE = frozenset({"gemma", "gemma2", "gemma3"})
+"""Architectures whose checkpoints hold the weights of norms without the 1 that GGUF files add."""
+
 
 class TrainedMaker:
     """Makes the pieces of weights that were trained whole."""
@@ -39,7 +43,45 @@ class TrainedMaker:
 
     def is_trained(self, module: Module) -> bool:
         """Whether the module's whole weight was trained, by PEFT's rule."""
+        if self._config.trains_whole:
+            return True
         return any(module.name.endswith(name) for name in self._config.modules_to_save)
+
+    def is_norm(self, module: Module) -> bool:
+        """Whether the module is a norm of the base that was saved whole."""
+        target = self._norm(module)
+        found = self._facts.info.targets.get(target)
+        return Part.FULL in module.parts and found is not None and target.endswith("_norm.weight")
+
+    def norm(self, module: Module) -> list[VectorPiece]:
+        """The change of a norm's weight; [] for one that was saved without being trained."""
+        info, target = module.part(Part.FULL), self._norm(module)
+        n = self._facts.info.targets[target].ne[0]
+        if info.shape != (n,):
+            raise AdapterMismatchError(
+                f"{module.name}: the adapter's weight has the shape {list(info.shape)}, the base's "
+                f"{target} {[n]}",
+                hint="was it made for another base model?",
+            )
+        if Part.FULL_BIAS in module.parts:
+            raise UnsupportedError(
+                f"{module.name}: a bias of the norm was trained, and the base's norms have none",
+                what="a bias of a norm",
+            )
+        if not self.is_trained(module):
+            self.skipped.append(info.name)
+            return []
+        one = np.float32(self._facts.info.arch in _WITHOUT_ONE)
+
+        def values() -> Values:
+            # Rounded once: what is trained may be close to the base.
+            base = self._facts.rows(target).reshape(-1).astype(np.float64)
+            return (self._read(info.name).astype(np.float64) + one - base).astype(np.float32)
+
+        return [VectorPiece(module.name, Place(target, target, 0, 0, n), 1.0, values)]
+
+    def _norm(self, module: Module) -> str:
+        return f"{self._names.lookup(module.name)}.weight"
 
     def weight(self, module: Module) -> list[Piece]:
         """The delta of a whole weight; [] for one that was saved without being trained."""
@@ -111,38 +153,61 @@ class TrainedMaker:
         if not self._config.trains_biases and not self.is_trained(module):
             self.skipped.append(info.name)
             return []
-        if not pairs or pairs[0].place.target == TOKEN_EMBD:
+        n_values = info.shape[0] if len(info.shape) == 1 else 0
+        places = [piece.place for piece in pairs] or self._names.places(module.name, n_values)
+        kinds = {self._facts.info.targets[place.target].kind for place in places}
+        if kinds != {TargetKind.LINEAR}:
             raise UnsupportedError(
-                f"{module.name}: its bias was trained, and there is no low-rank pair to carry it",
-                what="a bias without a pair",
+                f"{module.name}: its bias was trained, and it is {places[0].target} of the base: "
+                "biases are carried for linear weights alone",
+                what=f"a bias of {module.name}",
                 hint="merge it in PEFT (merge_and_unload) and convert the whole model",
             )
-        n_rows = sum(piece.place.n_rows for piece in pairs)
-        if info.shape != (n_rows,):
+        n_rows = sum(place.n_rows for place in places)
+        if info.shape != (n_rows,) or not all(self._fits(place) for place in places):
             raise AdapterMismatchError(
-                f"{module.name}: expected a bias of {n_rows} values, got {list(info.shape)}"
+                f"{module.name}: the adapter's bias has the shape {list(info.shape)}, and the base "
+                f"has {self._facts.info.targets[places[0].target].ne[1]} rows in "
+                f"{places[0].target}",
+                hint="was it made for another base model?",
             )
 
         def values(place: Place) -> Callable[[], Values]:
             def read() -> Values:
                 first = place.source_row
                 trained = self._read(info.name)[first : first + place.n_rows]
-                name = f"{place.target.removesuffix('.weight')}.bias"
-                if name not in self._facts.tensors:
+                base = self._base_bias(place)
+                if base is None:
                     return trained
-                heads = row_heads(self._facts, place.part)
-                rows = slice(place.target_row, place.target_row + place.n_rows)
-                return trained - _restored(self._facts.rows(name).reshape(-1)[rows], heads)
+                return trained - _restored(base, row_heads(self._facts, place.part))
 
             return read
 
-        return [VectorPiece(module.name, p.place, 1.0, values(p.place)) for p in pairs]
+        return [VectorPiece(module.name, place, 1.0, values(place)) for place in places]
+
+    def _fits(self, place: Place) -> bool:
+        """Whether the target has these rows, and no others where it is the module's own."""
+        n_out = self._facts.info.targets[place.target].ne[1]
+        whole = place.target == f"{place.part}.weight" and place.target_row == 0
+        end = place.target_row + place.n_rows
+        return end == n_out if whole else end <= n_out
+
+    def _base_bias(self, place: Place) -> Values | None:
+        """The base's own bias of these rows, None where it has none; a fused weight's parts may
+        have biases of their own."""
+        name = f"{place.target.removesuffix('.weight')}.bias"
+        if name in self._facts.tensors:
+            rows = slice(place.target_row, place.target_row + place.n_rows)
+            return self._facts.rows(name).reshape(-1)[rows]
+        if f"{place.part}.bias" in self._facts.tensors:
+            return self._facts.rows(f"{place.part}.bias").reshape(-1)[: place.n_rows]
+        return None
 
     def _target(self, module: Module) -> str:
         name = self._names.lookup(module.name)
         target = f"{name}.weight"
         found = self._facts.info.targets.get(target)
-        if found is None or (found.kind is TargetKind.NONE and not target.endswith("norm.weight")):
+        if found is None or found.kind is TargetKind.NONE:
             raise UnsupportedError(
                 f"{module.name} was trained whole, and the base's graph has no such weight",
                 what=f"modules_to_save {module.name}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.adapters.convert.assemble import bias, magnitude, pair_arrays
+from loragraph.adapters.convert.assemble import bias, delta, magnitude, pair_arrays
 from loragraph.adapters.convert.config import looks_like_path
 from loragraph.adapters.convert.plan import Plan, PlannedTarget
 from loragraph.adapters.draft import ALPHA_KEY, INVOCATION_KEY, TIED_OUTPUT_KEY
@@ -21,6 +21,7 @@ from loragraph.ggml.handles import BF16, F16, F32, Q8_0
 
 OutType = Literal["f32", "f16", "bf16", "q8_0"]
 OUT_TYPES: dict[str, int] = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
+Progress = Callable[[int, int], None]  # bytes written, bytes in all
 _Q8_0_VALUES = 32  # a row of Q8_0 is a multiple of this
 
 
@@ -43,18 +44,22 @@ def out_tensors(plan: Plan, outtype: OutType) -> list[OutTensor]:
     """All tensors in file order. Vectors are F32; rows that Q8_0 cannot hold become F16."""
     out = []
     for target in plan.targets:
-        out += [
-            OutTensor(f"{target.target}.lora_a", target.shape_a, _type(outtype, target.shape_a)),
-            OutTensor(f"{target.target}.lora_b", target.shape_b, _type(outtype, target.shape_b)),
-        ]
-        if target.magnitude:
-            out.append(OutTensor(f"{target.target}.lora_magnitude", (target.n_rows,), F32))
-        if target.bias:
-            out.append(OutTensor(f"{target.target}.lora_bias", (target.n_rows,), F32))
+        for half, shape in (("lora_a", target.shape_a), ("lora_b", target.shape_b)):
+            if target.rank:
+                out.append(OutTensor(f"{target.target}.{half}", shape, _type(outtype, shape)))
+        for name, part in (
+            ("lora_magnitude", target.magnitude),
+            ("lora_bias", target.bias),
+            ("lora_delta", target.delta),
+        ):
+            if part:
+                out.append(OutTensor(f"{target.target}.{name}", (target.n_rows,), F32))
     return out
 
 
-def write_plan(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
+def write_plan(
+    plan: Plan, path: Path, outtype: OutType, name: str, progress: Progress | None = None
+) -> None:
     """Writes the file; AdapterFormatError for values that the type cannot hold."""
     if path.is_dir():
         raise ConfigError(f"expected a file name, got the folder {path}", field="outfile")
@@ -66,7 +71,7 @@ def write_plan(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
         raise ConfigError(f"cannot write {path}: {exc.strerror}", field="outfile") from exc
     os.close(handle)
     try:
-        _write(plan, Path(partial), outtype, name)
+        _write(plan, Path(partial), outtype, name, progress)
         # mkstemp makes files that only their owner reads.
         os.chmod(partial, 0o666 & ~_umask())
         os.replace(partial, path)
@@ -82,13 +87,15 @@ def _umask() -> int:
     return mask
 
 
-def _write(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
+def _write(plan: Plan, path: Path, outtype: OutType, name: str, progress: Progress | None) -> None:
     import gguf  # here, because importing it is slow
 
+    tensors = {tensor.name: tensor for tensor in out_tensors(plan, outtype)}
+    done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     writer = gguf.GGUFWriter(path, plan.base.info.arch)
     try:
         _metadata(writer, plan, name)
-        for tensor in out_tensors(plan, outtype):
+        for tensor in tensors.values():
             kind = gguf.GGMLQuantizationType(tensor.type)
             shape = tensor.shape
             if tensor.type == Q8_0:  # the writer takes the shape of the bytes
@@ -100,22 +107,28 @@ def _write(plan: Plan, path: Path, outtype: OutType, name: str) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        types = {tensor.name: tensor.type for tensor in out_tensors(plan, outtype)}
         for target in plan.targets:
             for tensor_name, values in _arrays(plan, target):
-                writer.write_tensor_data(_encoded(tensor_name, values, types[tensor_name]))
+                tensor = tensors[tensor_name]
+                writer.write_tensor_data(_encoded(tensor_name, values, tensor.type))
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
     finally:
         writer.close()
 
 
 def _arrays(plan: Plan, target: PlannedTarget) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    a, b = pair_arrays(plan, target)
-    yield f"{target.target}.lora_a", a
-    yield f"{target.target}.lora_b", b
+    if target.rank:
+        a, b = pair_arrays(plan, target)
+        yield f"{target.target}.lora_a", a
+        yield f"{target.target}.lora_b", b
     if target.magnitude:
         yield f"{target.target}.lora_magnitude", magnitude(plan, target)
     if target.bias:
         yield f"{target.target}.lora_bias", bias(plan, target)
+    if target.delta:
+        yield f"{target.target}.lora_delta", delta(plan, target)
 
 
 def _metadata(writer: Any, plan: Plan, name: str) -> None:

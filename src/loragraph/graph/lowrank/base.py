@@ -53,6 +53,9 @@ class GraphLowering(Protocol):
     def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
         """The same for rows `ids` I32 [n] of the token table."""
 
+    def norm_weight(self, ops: Ops, w: Weight, rows: RowSet, n: int) -> Tensor | None:
+        """The weight of a norm for each of the `n` rows, F32 [w.ne[0], n]; None: w for all."""
+
     def bind(self) -> None:
         """Called once the graph has memory: addresses of its tensors are final."""
 
@@ -84,7 +87,15 @@ class Lowering(Protocol):
         """Frees its memory."""
 
 
-class NoLowering:
+class PlainNorms:
+    """Norms whose weights no adapter changes: what changes them stands around a lowering."""
+
+    def norm_weight(self, ops: Ops, w: Weight, rows: RowSet, n: int) -> Tensor | None:
+        """None: the weight itself."""
+        return None
+
+
+class NoLowering(PlainNorms):
     """The base alone: no low-rank nodes."""
 
     def linear(self, ops: Ops, w: Weight, x: Tensor, y: Tensor, rows: RowSet) -> Tensor:

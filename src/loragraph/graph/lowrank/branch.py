@@ -20,6 +20,7 @@ from loragraph.graph.lowrank.base import (
     NODES_PER_PAIR_BUDGET,
     GraphLowering,
     NoLowering,
+    PlainNorms,
     RowSet,
 )
 from loragraph.graph.lowrank.targets import Factor, TargetPair, target_pairs
@@ -130,7 +131,7 @@ class BranchLowering:
         self._tensors.clear()
 
 
-class _BranchGraph:
+class _BranchGraph(PlainNorms):
     def __init__(self, active: list[tuple[_AdapterTensors, float]]) -> None:
         self._active = active
 

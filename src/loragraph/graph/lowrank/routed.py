@@ -21,6 +21,7 @@ from loragraph.graph.batch import Batch
 from loragraph.graph.lowrank.base import (
     GraphLowering,
     NoLowering,
+    PlainNorms,
     RowSet,
     check_mixable,
     mix_of_rows,
@@ -161,7 +162,7 @@ class _Shrink(NamedTuple):
     done: Tensor
 
 
-class _RoutedGraph:
+class _RoutedGraph(PlainNorms):
     """The custom nodes of one graph; keeps their structs alive as long as the graph."""
 
     def __init__(

@@ -23,6 +23,7 @@ from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.lowrank.base import (
     GraphLowering,
     NoLowering,
+    PlainNorms,
     RowSet,
     check_mixable,
     mix_of_rows,
@@ -162,7 +163,7 @@ class _Rows(NamedTuple):
     scales: Tensor  # F32 [1, width, n]
 
 
-class _StackedGraph:
+class _StackedGraph(PlainNorms):
     """The nodes of one graph."""
 
     def __init__(self, stacks: Stacks, inputs: Inputs, width: int) -> None:

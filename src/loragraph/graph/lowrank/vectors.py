@@ -1,9 +1,10 @@
-"""Row vectors of adapters (DoRA's gains, biases) around any lowering, with ggml's own operations.
+"""Vectors of adapters (DoRA's gains, biases, norms) around any lowering, with ggml's operations.
 
-Semantics: y += (G S) * y + C S before the low-rank part, where G and C [n_slots, n_out] hold the
-gains and shifts of the resident adapters and S [n_slots, n] each token's user scales. Which
-adapters a token carries is input data, so batches may mix them; a step without such an adapter has
-no such node. A slot keeps an adapter by its digest: what is in it is a copy.
+Semantics: y += (G S) * y + C S before the low-rank part, and w + D S in place of a norm's weight w,
+where G, C and D [n_slots, n_out] hold the gains, shifts and norms' changes of the resident adapters
+and S [n_slots, n] each token's user scales. Which adapters a token carries is input data, so
+batches may mix them; a step without such an adapter has no such node. A slot keeps an adapter by
+its digest: what is in it is a copy.
 """
 
 from __future__ import annotations
@@ -22,21 +23,20 @@ from loragraph.ggml.lib import Library
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
-from loragraph.graph.lowrank.base import GraphLowering, Lowering, RowSet
+from loragraph.graph.lowrank.base import GraphLowering, Lowering, RowSet, mix_of_rows
 from loragraph.model.weights import Use, Weight
 
 _MIN_SLOTS = 4
-_NODES_PER_TARGET = 5  # G S, its product with y, the sum; C S, the sum
+_NODES_PER_TARGET = 5  # G S, its product with y, the sum; C S, the sum; or D S, the sum, a view
+_KINDS = ("gain", "shift", "delta")  # of vectors, as RowVectors calls them
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Gains and shifts of one target by slot, F32 [n_slots, n_out] where some adapter has any."""
+    """The vectors of one target by slot, of the kinds of which some adapter has any."""
 
-    gain: Tensor | None
-    shift: Tensor | None
-    gain_values: NDArray[np.float32] | None  # (n_out, n_slots) f32
-    shift_values: NDArray[np.float32] | None
+    tensors: Mapping[str, Tensor]  # by kind, F32 [n_slots, n_out]
+    values: Mapping[str, NDArray[np.float32]]  # by kind, (n_out, n_slots) f32
 
 
 class VectorLowering:
@@ -103,7 +103,7 @@ class VectorLowering:
             for adapter, scale in batch.mixes[index]:
                 if adapter.vectors:
                     scales[index, self._slots[adapter.digest]] = scale
-        for rows, mix in ((RowSet.TOKENS, batch.mix), (RowSet.OUTPUTS, batch.mix[batch.outputs])):
+        for rows, mix in mix_of_rows(batch).items():
             view = self._inputs.view(_scales_name(rows), len(mix) * self._n_slots)
             view.reshape(-1, self._n_slots)[:] = scales[mix]
 
@@ -125,14 +125,10 @@ class VectorLowering:
                 f"expected at most {self._max_slots} adapters with row vectors in a step, got "
                 f"{len(adapters)}"
             )
-        gains, shifts = _shapes(new.values())
-        gains |= {name for name, table in self._tables.items() if table.gain is not None}
-        shifts |= {name for name, table in self._tables.items() if table.shift is not None}
-        n_tensors = sum(
-            (table.gain is not None) + (table.shift is not None) for table in self._tables.values()
-        )
-        if len(adapters) > self._n_slots or len(gains) + len(shifts) > n_tensors:
-            self._rebuild(adapters, gains, shifts)
+        present = {(name, kind) for name, table in self._tables.items() for kind in table.tensors}
+        wanted = present | _tables_of(new.values())
+        if len(adapters) > self._n_slots or wanted != present:
+            self._rebuild(adapters, wanted)
             return
         gone = [digest for digest in self._slots if digest not in adapters]
         for digest in gone[: len(self._slots) + len(new) - self._n_slots]:  # the oldest first
@@ -142,21 +138,18 @@ class VectorLowering:
             self._write_slot(slot, adapter)
             self._slots[digest] = slot
 
-    def _rebuild(self, adapters: Mapping[str, Adapter], gains: set[str], shifts: set[str]) -> None:
+    def _rebuild(self, adapters: Mapping[str, Adapter], wanted: set[tuple[str, str]]) -> None:
         """Wider tables, with these adapters; graphs of the old ones are not run again."""
         n_slots = max(_MIN_SLOTS, self._n_slots)
         while n_slots < len(adapters):
             n_slots *= 2
         self._free()
-        ctx = TensorContext(self._lib, 2 * len(gains | shifts))
+        ctx = TensorContext(self._lib, len(wanted))
+        made: dict[str, dict[str, Tensor]] = {}
         try:
-            made = {
-                name: tuple(
-                    ctx.new_tensor(F32, (n_slots, self._n_rows(name))) if name in has else None
-                    for has in (gains, shifts)
-                )
-                for name in sorted(gains | shifts)
-            }
+            for name, kind in sorted(wanted):
+                tensor = ctx.new_tensor(F32, (n_slots, self._n_rows(name)))
+                made.setdefault(name, {})[kind] = tensor
             buffer = Buffer.for_tensors(ctx)
         except BaseException:
             ctx.close()
@@ -165,8 +158,8 @@ class VectorLowering:
         self._memory = (ctx, buffer)
         self._n_slots = n_slots
         self._tables = {
-            name: _Table(gain, shift, self._values(gain), self._values(shift))
-            for name, (gain, shift) in made.items()
+            name: _Table(tensors, {kind: self._values(tensor) for kind, tensor in tensors.items()})
+            for name, tensors in made.items()
         }
         self._make_inputs(n_slots)
         for slot, (digest, adapter) in enumerate(adapters.items()):
@@ -182,25 +175,20 @@ class VectorLowering:
             self._lib, {_scales_name(rows): InputSpec(F32, n_values) for rows in RowSet}
         )
 
-    def _values(self, tensor: Tensor | None) -> NDArray[np.float32] | None:
-        if tensor is None:
-            return None
+    def _values(self, tensor: Tensor) -> NDArray[np.float32]:
         values: NDArray[np.float32] = array_view(self._lib, tensor)
         return values.reshape(tensor.ne[1], tensor.ne[0])
 
     def _write_slot(self, slot: int, adapter: Adapter) -> None:
         for name, table in self._tables.items():
             vectors = adapter.vectors.get(name)
-            for values, part in (
-                (table.gain_values, vectors.gain if vectors else None),
-                (table.shift_values, vectors.shift if vectors else None),
-            ):
-                if values is not None:
-                    values[:, slot] = 0 if part is None else part
+            for kind, values in table.values.items():
+                part = None if vectors is None else getattr(vectors, kind)
+                values[:, slot] = 0 if part is None else part
 
     def _n_rows(self, name: str) -> int:
         weight = self._weights[name]
-        return weight.ne[0] if weight.use is Use.LOOKUP else weight.ne[1]
+        return weight.ne[0] if weight.use in (Use.LOOKUP, Use.VECTOR) else weight.ne[1]
 
     def _free(self) -> None:
         memory, self._memory = self._memory, None
@@ -235,6 +223,13 @@ class _VectorGraph:
     def lookup(self, ops: Ops, w: Weight, ids: Tensor, y: Tensor) -> Tensor:
         return self._inner.lookup(ops, w, ids, self._apply(ops, w, y, RowSet.TOKENS))
 
+    def norm_weight(self, ops: Ops, w: Weight, rows: RowSet, n: int) -> Tensor | None:
+        table = self._tables.get(w.name)
+        if table is None or "delta" not in table.tensors:
+            return None
+        changes = ops.mul_mat(table.tensors["delta"], self._scales_of(ops, rows, n))
+        return ops.add(changes, w.tensor)  # exactly w where every scale is 0
+
     def bind(self) -> None:
         self._inner.bind()
 
@@ -244,10 +239,10 @@ class _VectorGraph:
         if table is None:
             return y
         scales = self._scales_of(ops, rows, y.ne[1])
-        if table.gain is not None:
-            y = ops.add(y, ops.mul(y, ops.mul_mat(table.gain, scales)))
-        if table.shift is not None:
-            y = ops.add(y, ops.mul_mat(table.shift, scales))
+        if "gain" in table.tensors:
+            y = ops.add(y, ops.mul(y, ops.mul_mat(table.tensors["gain"], scales)))
+        if "shift" in table.tensors:
+            y = ops.add(y, ops.mul_mat(table.tensors["shift"], scales))
         return y
 
     def _scales_of(self, ops: Ops, rows: RowSet, n: int) -> Tensor:
@@ -268,17 +263,15 @@ def _with_vectors(batch: Batch) -> dict[str, Adapter]:
     }
 
 
-def _shapes(adapters: Iterable[Adapter]) -> tuple[set[str], set[str]]:
-    """Targets for which some adapter has a gain, and those with a shift."""
-    gains: set[str] = set()
-    shifts: set[str] = set()
-    for adapter in adapters:
-        for name, vectors in adapter.vectors.items():
-            if vectors.gain is not None:
-                gains.add(name)
-            if vectors.shift is not None:
-                shifts.add(name)
-    return gains, shifts
+def _tables_of(adapters: Iterable[Adapter]) -> set[tuple[str, str]]:
+    """(target, kind) of every vector that some adapter has."""
+    return {
+        (name, kind)
+        for adapter in adapters
+        for name, vectors in adapter.vectors.items()
+        for kind in _KINDS
+        if getattr(vectors, kind) is not None
+    }
 
 
 def _scales_name(rows: RowSet) -> str:

@@ -171,6 +171,9 @@ def _check_coverage(adapter: Adapter, found: Diagnosis) -> None:
 
 def _check_scale(adapter: Adapter, found: Diagnosis) -> None:
     scales = sorted({adapter.effective_scale(target) for target in adapter.pairs})
+    if not scales:  # norms or biases alone
+        found.add("fact", "scale", "it has no low-rank pair: its vectors count as they are")
+        return
     spread = " to ".join(f"{scale:g}" for scale in dict.fromkeys((scales[0], scales[-1])))
     ranks = " to ".join(
         str(rank) for rank in dict.fromkeys((adapter.report.rank_min, adapter.rank_max))

@@ -19,7 +19,7 @@ from loragraph.adapters.base import TOKEN_EMBD, BaseInfo
 from loragraph.adapters.convert import convert
 from loragraph.adapters.gguf import read_adapter
 from loragraph.adapters.report import target_class
-from loragraph.adapters.vectors import BaseRows
+from loragraph.adapters.vectors import BaseRows, RowVectors, Values
 from loragraph.ggml.lib import Library
 from loragraph.tools.deltas import Term, Use, delta_of
 from loragraph.tools.doctor.report import Diagnosis
@@ -43,8 +43,11 @@ def check_folder(
         with read_adapter(lib, path, info, rows=rows) as trained:
             scales = sorted({scale for target in plan.targets for scale in target.scales})
             kind = "alpha / sqrt(rank)" if plan.config.rslora else "alpha / rank"
-            spread = " to ".join(f"{scale:g}" for scale in dict.fromkeys((scales[0], scales[-1])))
-            found.add("fact", "scale", f"the training's scale ({kind}) is {spread}")
+            spread = " to ".join(
+                f"{scale:g}" for scale in dict.fromkeys((*scales[:1], *scales[-1:]))
+            )
+            if scales:
+                found.add("fact", "scale", f"the training's scale ({kind}) is {spread}")
             _compare(adapter, trained, found)
 
 
@@ -126,7 +129,7 @@ def _wrong_strength(
 
 
 def _compare_facts(adapter: Adapter, trained: Adapter, found: Diagnosis) -> None:
-    """Invocation tokens, the tied head, DoRA and biases."""
+    """Invocation tokens, the tied head, DoRA, biases and norms."""
     if adapter.invocation_tokens != trained.invocation_tokens:
         found.add(
             "problem",
@@ -142,5 +145,39 @@ def _compare_facts(adapter: Adapter, trained: Adapter, found: Diagnosis) -> None
         found.add(
             "problem",
             "peft",
-            f"{len(lost)} trained magnitudes or biases are not in the file: {lost[0]}",
+            f"{len(lost)} trained magnitudes, biases or norms are not in the file: {lost[0]}",
         )
+    unlike = [
+        target
+        for target, vectors in sorted(trained.vectors.items())
+        if target in adapter.vectors and not _alike(adapter.vectors[target], vectors)
+    ]
+    if unlike:
+        found.add(
+            "problem",
+            "peft",
+            f"{len(unlike)} targets have other magnitudes, biases or norms than were trained: "
+            f"{unlike[0]}",
+        )
+
+
+def _alike(one: RowVectors, other: RowVectors) -> bool:
+    """Whether two targets' magnitudes, biases and changes of norms are the same but for rounding."""
+    pairs = (
+        (one.magnitude, other.magnitude),
+        (one.shift, other.shift),
+        (one.delta, other.delta),
+    )
+    for mine, theirs in pairs:
+        if theirs is None or mine is None:
+            if theirs is not mine:
+                return False
+        elif len(mine) != len(theirs) or _distance(mine, theirs) > SAME_RATIO:
+            return False
+    return True
+
+
+def _distance(one: Values, other: Values) -> float:
+    """||one - other|| / ||other||."""
+    size = float(np.linalg.norm(other))
+    return float(np.linalg.norm(one - other)) / size if size else float(np.linalg.norm(one) > 0)

@@ -1,10 +1,11 @@
 """How large an adapter's change is beside the weights that it changes.
 
-The measure is ||s B A|| / ||W|| (Frobenius) of each target. Fine-tuning moves weights little: the
-adapters in demos/, trained at the usual rates until they were good, have medians from 0.009 to
-0.036, and a target rarely passes 0.1. A scale that is applied twice multiplies the measure by alpha
-/ rank once more, commonly 2 to 8. So: a median above LARGE deserves a look, one above HUGE means
-that the change outweighs what was learnt before; one below TINY changes nothing that shows.
+The measure is ||W' - W|| / ||W|| (Frobenius) of each target, where W' - W is s B A, with DoRA's
+gains of W beside it. Fine-tuning moves weights little: the adapters in demos/, trained at the usual
+rates until they were good, have medians from 0.009 to 0.036, and a target rarely passes 0.1. A
+scale that is applied twice multiplies the measure by alpha / rank once more, commonly 2 to 8. So: a
+median above LARGE deserves a look, one above HUGE means that the change outweighs what was learnt
+before; one below TINY changes nothing that shows.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.base import TOKEN_EMBD
 from loragraph.ggml.gguf import TensorInfo
 from loragraph.ggml.lib import Library
-from loragraph.tools.deltas import Delta, Term, Use, delta_of
+from loragraph.tools.deltas import Delta, Floats, Term, Use, delta_of
 from loragraph.tools.doctor.report import Diagnosis, Progress
 from loragraph.tools.tensor_values import read_f32
 
 LARGE, HUGE, TINY = 0.15, 0.5, 1e-4
+_CHUNK_ROWS = 1024
 
 
 def inner_product(one: Delta, other: Delta) -> float:
@@ -32,6 +34,19 @@ def inner_product(one: Delta, other: Delta) -> float:
         outer = l1.T.astype(np.float64) @ l2.astype(np.float64)
         inner = r1.astype(np.float64) @ r2.T.astype(np.float64)
         total += float(np.sum(outer * inner))
+    return total
+
+
+def _energy(delta: Delta, weight: Floats) -> float:
+    """The squared norm of all that changes in W; of DoRA its gains times W are a part."""
+    if delta.gain is None:
+        return inner_product(delta, delta)
+    total = 0.0
+    for first in range(0, len(weight), _CHUNK_ROWS):
+        rows = slice(first, first + _CHUNK_ROWS)
+        gain = delta.gain if len(delta.gain) == 1 else delta.gain[rows]
+        change = gain * weight[rows] + delta.left[0, rows] @ delta.right[0]
+        total += float(np.sum(np.square(change, dtype=np.float64)))
     return total
 
 
@@ -54,7 +69,7 @@ def check_strength(
         delta = delta_of([Term(Use(adapter, 1.0), target)])
         weight = read_f32(lib, tensors.get(target) or tensors[TOKEN_EMBD])
         norm = math.sqrt(float(np.sum(np.square(weight, dtype=np.float64))))
-        change = math.sqrt(max(0.0, inner_product(delta, delta)))
+        change = math.sqrt(max(0.0, _energy(delta, weight)))
         ratios[target] = change / norm if norm else math.inf
     progress("measuring the change", len(adapter.pairs), len(adapter.pairs))
     finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
