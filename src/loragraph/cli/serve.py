@@ -42,6 +42,7 @@ def serve(
     repack: options.Repack = True,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8080,
+    api_prefix: options.ApiPrefix = "",
     ssl_key_file: options.SslKey = None,
     ssl_cert_file: options.SslCert = None,
     threads_http: options.ThreadsHttp = 16,
@@ -79,6 +80,7 @@ def serve(
     if not hosts and not (api_keys or admin_keys) and host in _LOOPBACK:
         hosts = _LOOPBACK
     config = ServerConfig(
+        api_prefix=api_prefix,
         aliases=tuple(_values(alias, "--alias")),
         api_keys=api_keys,
         admin_keys=admin_keys,

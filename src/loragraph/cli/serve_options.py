@@ -134,6 +134,12 @@ Repack = Annotated[
 # HTTP
 Host = Annotated[str, _option(_HTTP, "--host", text="Address to listen at.")]
 Port = Annotated[int, _option(_HTTP, "--port", text="Port; 0: any that is free.")]
+ApiPrefix = Annotated[
+    str,
+    _option(
+        _HTTP, "--api-prefix", text="Path below which all routes are, as /llm; no slash at its end."
+    ),
+]
 SslKey = Annotated[
     Path | None, _option(_HTTP, "--ssl-key-file", text="Private key (PEM), for HTTPS.")
 ]

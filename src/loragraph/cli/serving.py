@@ -43,7 +43,7 @@ def run_server(plan: Plan, config: ServerConfig, console: Console) -> None:
     with access_lines(plan.access_log), bound_socket(plan.host, plan.port) as sock:
         app = create_app(None, config)
         server = _Server(plan, app)
-        opening = _Opening(plan, app, server, console, _url(sock, plan))
+        opening = _Opening(plan, app, server, console, _url(sock, plan) + config.api_prefix)
         server.on_late = opening.abort
         opening.start()
         try:

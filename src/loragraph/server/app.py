@@ -24,6 +24,7 @@ from loragraph.server import (
 )
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate
+from loragraph.server.prefix import ApiPrefix
 from loragraph.server.state import AdapterAdmin, Ids, ServerState
 
 
@@ -58,6 +59,8 @@ def create_app(
     if config.with_page:
         page.install(app, state)
     app.add_middleware(Gate, config=config)
+    if config.api_prefix:
+        app.add_middleware(ApiPrefix, prefix=config.api_prefix)
     if config.cors_origins:  # outside of the gate, so that its refusals can be read too
         app.add_middleware(
             CORSMiddleware,
