@@ -76,8 +76,18 @@ def corpus() -> list[bytes]:
                 "blk.0.attn_q.weight.lora_bias": tensor(np.ones(N_EMBD)),
             },
         ),
+        gguf_bytes(adapter_metadata(), _alone()),
         gguf_bytes(vocabulary, base),
     ]
+
+
+def _alone() -> dict[str, Raw]:
+    """Vectors without a pair."""
+    return {
+        "blk.0.attn_norm.weight.lora_delta": tensor(np.ones(N_EMBD)),
+        "output_norm.weight.lora_delta": tensor(np.ones(N_EMBD)),
+        "blk.0.ffn_up.weight.lora_bias": tensor(np.ones(N_FF)),
+    }
 
 
 def header_bytes(data: bytes) -> int:
@@ -140,6 +150,7 @@ _VALUES: tuple[Any, ...] = (
 _NAMES = (
     *("", ".lora_a", ".lora_b", "x.lora_a", "blk.0.attn_q.weight", "blk.0.attn_norm.weight"),
     *("output_norm.weight.lora_a", "token_embd.weight.lora_b", "blk.0.attn_q.weight.lora_b\0"),
+    *(".lora_delta", "output.weight.lora_delta", "token_embd.weight.lora_bias"),
     *("blk.\u0663.attn_q.weight.lora_a", "blk.\u00b2.\udcff.lora_b", "y" * 63, "y" * 64),
 )
 _SETS = (
@@ -147,6 +158,8 @@ _SETS = (
     lambda: pair("token_embd.weight", n_out=N_VOCAB),
     lambda: pair("output.weight", n_out=N_VOCAB, rank=32, type_=Q8_0),
     lambda: pair("blk.0.ffn_up_exps.weight", n_out=N_FF, n_expert=N_EXPERT, type_=F16),
+    _alone,
+    lambda: good_tensors() | _alone(),
     dict,
 )
 

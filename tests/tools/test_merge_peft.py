@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as GGMLType
 from loragraph.errors import ConfigError, InvalidRequestError, UnsupportedError
 from loragraph.tools.combine import combine_files
 from loragraph.tools.merge import merge
+from loragraph.tools.merge_vectors import OPTIONAL
 from loragraph.tools.resize import resize_file
 from tests.adapters.convert.test_golden import ABOUT, ALORA, base_of, converted, expected
 from tests.gguf_bytes import tensor, write_gguf
@@ -19,6 +20,8 @@ from tests.numerics.compare import nmse
 from tests.numerics.runs import EXACT, Logits, libllama_logits, loragraph_logits, random_tokens
 from tests.reference.adapter import read_tensors
 from tests.tiny import TinyAdapter, TinyLlama, write_adapter_raw
+from tests.tiny_experts import TINY_EXPERTS
+from tests.tiny_families import TINY_FAMILIES
 
 BOUND = 1e-11
 
@@ -158,6 +161,45 @@ def test_a_new_bias_without_a_pair(tmp_path: Path) -> None:
         for logits in (loragraph_logits, libllama_logits):
             merged = logits(tmp_path / "merged.gguf", [], [()], tokens, EXACT)[()]
             assert nmse(merged, run_time) <= BOUND
+
+
+@pytest.mark.parametrize("arch", OPTIONAL)
+def test_every_family_reads_the_biases_that_are_merged(arch: str, tmp_path: Path) -> None:
+    """New biases of all weights that the table names: run time, merged, and libllama agree."""
+    model = {**TINY_EXPERTS, **TINY_FAMILIES}[arch]()
+    base = model.write(tmp_path / "base.gguf")
+    rng = np.random.default_rng(1)
+    own = {
+        f"{name}.lora_bias": (0.3 * rng.standard_normal(shape[0])).astype(np.float32)
+        for name, shape in model.matrices().items()
+        if name.rsplit(".", 2)[-2] in OPTIONAL[arch] and len(shape) == 2
+    }
+    assert len(own) >= model.n_layer
+    path = write_adapter_raw(tmp_path / "a.gguf", TinyAdapter().keys(arch), own)
+    merge(base, {path: 1.0}, tmp_path / "merged.gguf")
+    tokens = random_tokens(12)
+    run_time = loragraph_logits(base, [path], [(1.0,)], tokens, EXACT)[(1.0,)]
+    for logits in (loragraph_logits, libllama_logits):
+        merged = logits(tmp_path / "merged.gguf", [], [()], tokens, EXACT)[()]
+        assert nmse(merged, run_time) <= BOUND
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["three biases", "one bias"])
+def test_a_bias_of_a_fused_weight(apart: bool, tmp_path: Path) -> None:
+    """It is added to the biases that the base has, of q, k and v apart or of all."""
+    model = TinyLlama(fused_qkv=True, attn_bias=True, biases_apart=apart)
+    base = model.write(tmp_path / "base.gguf")
+    name = "blk.1.attn_qkv"
+    values = np.linspace(-1, 1, model.matrices()[f"{name}.weight"][0], dtype=np.float32)
+    path = write_adapter_raw(
+        tmp_path / "a.gguf", TinyAdapter().keys(), {f"{name}.weight.lora_bias": values}
+    )
+    merge(base, {path: 0.5}, tmp_path / "merged.gguf")
+    assert read_tensors(tmp_path / "merged.gguf").keys() == read_tensors(base).keys()
+    tokens = random_tokens(12)
+    run_time = loragraph_logits(base, [path], [(0.5,)], tokens, EXACT)[(0.5,)]
+    merged = loragraph_logits(tmp_path / "merged.gguf", [], [()], tokens, EXACT)[()]
+    assert nmse(merged, run_time) <= BOUND
 
 
 def test_a_scale_that_overflows_a_vector(tmp_path: Path) -> None:

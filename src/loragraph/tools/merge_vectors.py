@@ -19,11 +19,18 @@ from loragraph.tools.gguf_header import OutTensor
 from loragraph.tools.merge_run import Piece
 from loragraph.tools.tensor_values import read_f32
 
-_OPTIONAL: Mapping[str, frozenset[str]] = {  # biases that loragraph and llama.cpp read if present
-    "llama": frozenset(
-        ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-    )
+_QKV = frozenset(("attn_q", "attn_k", "attn_v", "attn_qkv"))
+_FFN = frozenset(("ffn_gate", "ffn_up", "ffn_down"))
+OPTIONAL: Mapping[str, frozenset[str]] = {
+    "llama": _QKV | _FFN | {"attn_output"},
+    "granite": _QKV | _FFN | {"attn_output"},
+    "granitemoe": _QKV | {"attn_output"},
+    "qwen2": _QKV | {"output"},
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3", "phi3", "qwen2moe", "qwen3", "qwen3moe", "smollm3"), _QKV
+    ),
 }
+"""Biases that both loragraph and llama.cpp read where a file has them, by architecture."""
 
 
 def with_vectors(
@@ -45,22 +52,38 @@ def with_vectors(
         shift = shift_of(terms)
         if shift is None:
             continue
-        name = target.removesuffix(".weight") + ".bias"
-        if name not in tensors and target_class(target) not in _OPTIONAL.get(base.arch, ()):
-            raise UnsupportedError(
-                f"{target}: the adapter adds a bias, and a model of architecture '{base.arch}' has "
-                f"no tensor {name} for it",
-                what=f"a bias of {target}",
-                hint="serve it as an adapter",
-            )
-        if name in tensors:
-            made[name] = _summed(lib, outs[name], tensors[name], shift)
-        else:
-            out = OutTensor(name, (len(shift),), F32, shift.nbytes)
+        for name, own in _biases_of(target, shift, tensors):
+            if name in tensors:
+                made[name] = _summed(lib, outs[name], tensors[name], own)
+                continue
+            _check_optional(base, target, name)
+            out = OutTensor(name, (len(own),), F32, own.nbytes)
             source = tensors.get(target) or tensors[TOKEN_EMBD]  # to stand for one
-            made[name] = Piece(out, source, made=shift.view(np.uint8))
+            made[name] = Piece(out, source, made=own.view(np.uint8))
     kept = [made.pop(piece.out.name, piece) for piece in pieces]
     return kept + list(made.values())
+
+
+def _biases_of(
+    target: str, shift: Floats, tensors: Mapping[str, TensorInfo]
+) -> list[tuple[str, Floats]]:
+    """The base's biases of a weight, with what each gets: of a fused one there may be three."""
+    name = target.removesuffix(".weight") + ".bias"
+    apart = [name.replace("attn_qkv", part) for part in ("attn_q", "attn_k", "attn_v")]
+    if name in tensors or name in apart or not all(part in tensors for part in apart):
+        return [(name, shift)]
+    ends = np.cumsum([tensors[part].ne[0] for part in apart])
+    return list(zip(apart, np.split(shift, ends[:-1]), strict=True))
+
+
+def _check_optional(base: BaseInfo, target: str, name: str) -> None:
+    if target_class(target) not in OPTIONAL.get(base.arch, ()):
+        raise UnsupportedError(
+            f"{target}: the adapter adds a bias, and a model of architecture '{base.arch}' has no "
+            f"tensor {name} for it",
+            what=f"a bias of {target}",
+            hint="serve it as an adapter",
+        )
 
 
 def _summed(lib: Library, out: OutTensor, present: TensorInfo, change: Floats) -> Piece:

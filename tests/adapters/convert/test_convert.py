@@ -266,8 +266,9 @@ def test_mlx_experts_and_table(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["token_embd.weight"], 10 * (table_a @ table_b), atol=1e-3)
 
 
-def test_a_trained_bias_goes_with_its_pair(tmp_path: Path) -> None:
-    """bias = "all": the difference to the base's bias is carried, in the base's row order."""
+@pytest.mark.parametrize("kind", ["all", "lora_only"])
+def test_a_trained_bias_goes_with_its_pair(kind: str, tmp_path: Path) -> None:
+    """The difference to the base's bias is carried, in the base's row order."""
     n_q = N_HEAD * N_ROT
     old = normal(7, n_q)
     base = write_base(tmp_path / "base.gguf", extra={"blk.0.attn_q.bias": permuted(old, N_HEAD)})
@@ -275,7 +276,7 @@ def test_a_trained_bias_goes_with_its_pair(tmp_path: Path) -> None:
     tensors = lora({module: (n_q, N_EMBD)})
     new = normal(8, n_q)
     tensors[f"base_model.model.{module}.base_layer.bias"] = new  # as PEFT names it
-    path, plan = convert(peft(tmp_path / "peft", tensors, bias="all"), base)
+    path, plan = convert(peft(tmp_path / "peft", tensors, bias=kind), base)
     assert plan.own_keys == ("lora_bias",)
     stored = read_tensors(path)["blk.0.attn_q.weight.lora_bias"]
     scale = plan.alpha / 4

@@ -21,7 +21,7 @@ from loragraph.model.files import ModelFiles
 from loragraph.tools.doctor.peft import check_folder
 from loragraph.tools.doctor.peft_logits import check_logits
 from loragraph.tools.doctor.report import Diagnosis, Finding, Progress
-from loragraph.tools.doctor.strength import check_strength
+from loragraph.tools.doctor.strength import check_norms, check_strength
 from loragraph.tools.doctor.text import NEUTRAL_TEXT, check_f16, check_text, tokens_of
 from loragraph.tools.merge import base_of
 from loragraph.tools.tensor_values import FileRows
@@ -121,6 +121,7 @@ def _check_files(given: _Given, found: Diagnosis) -> bool:
             check_strength(
                 lib, adapter, files.tensors, found, as_trained=settled, progress=given.progress
             )
+            check_norms(lib, adapter, files.tensors, found)
     cannot_load = load_problem(lib, given.base)
     if cannot_load is not None:
         found.add("warning", "text", f"nothing could be computed with this base: {cannot_load}")

@@ -99,6 +99,28 @@ def check_strength(
         found.add("fact", "strength", f"{text}; fine-tuning usually gives 0.5 % to 10 %")
 
 
+def check_norms(
+    lib: Library, adapter: Adapter, tensors: Mapping[str, TensorInfo], found: Diagnosis
+) -> None:
+    """How much the weights of trained norms change, as a fact: there is no usual size of it."""
+    ratios = {}
+    for target, vectors in adapter.alone.items():
+        if vectors.delta is not None:
+            norm = float(np.linalg.norm(read_f32(lib, tensors[target])))
+            ratios[target] = float(np.linalg.norm(vectors.delta)) / norm if norm else math.inf
+    if not ratios:
+        return
+    worst = max(ratios, key=lambda target: ratios[target])
+    median = float(np.median(list(ratios.values())))
+    found.numbers["norm_change_ratio"] = {"median": median, "max": ratios[worst]}
+    found.add(
+        "fact",
+        "strength",
+        f"{len(ratios)} norms change by {median:.2%} of their weights (median; largest "
+        f"{ratios[worst]:.2%}, {worst})",
+    )
+
+
 def _suspicion(adapter: Adapter, median: float) -> str:
     """Why it may be so large: the factor alpha / rank that stands in B already."""
     ratio = abs(adapter.alpha) / adapter.rank_max if adapter.alpha else 1.0
