@@ -29,6 +29,7 @@ ORDER = (
     "tools",
     "cluster",
     "server",
+    "ray",  # many servers as one, by Ray Serve
     ROOT,
     "cli",
 )

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from loragraph.cluster import catalogue as module
-from loragraph.cluster.catalogue import Catalogue, Change, Content, Op, redacted
+from loragraph.cluster.catalogue import Catalogue, Change, Op
+from loragraph.cluster.content import Content, redacted
 from loragraph.errors import (
     AdapterChangedError,
     CapacityError,

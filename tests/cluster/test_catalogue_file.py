@@ -40,7 +40,7 @@ def test_a_writer_that_was_killed_loses_nothing_that_it_told(tmp_path: Path) -> 
     code = (
         "import os, sys\n"
         "from loragraph.cluster.catalogue_file import CatalogueFile\n"
-        "from loragraph.cluster.catalogue import Content\n"
+        "from loragraph.cluster.content import Content\n"
         "file = CatalogueFile(sys.argv[1])\n"
         "file.commit(file.catalogue.register('a', Content('x', '0' * 64, 1)))\n"
         "os._exit(9)\n"
@@ -78,7 +78,7 @@ def test_a_file_cut_anywhere_gives_a_state_that_was(tmp_path: Path) -> None:
         (b'{"version":3,"op":"drop","name":"a0"}\n', "line 5"),
         (b'{"version":4,"op":"drop","name":"zz"}\n', "line 5"),
         (b"\xff\n", "line 5"),
-        (b"x" * 70_000, "line 5"),
+        (b"x" * 600_000, "line 5"),
     ],
 )
 def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, line: bytes, where: str) -> None:

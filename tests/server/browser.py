@@ -54,7 +54,8 @@ class Tab:
 
     page: Page
     origin: str
-    foreign: list[str] = field(default_factory=list)  # addresses elsewhere that it asked for
+    asked: list[str] = field(default_factory=list)  # all addresses
+    foreign: list[str] = field(default_factory=list)  # those elsewhere
     errors: list[str] = field(default_factory=list)  # of the console and of scripts
 
     def check(self) -> None:
@@ -98,6 +99,7 @@ def tab(browser: Browser, url: str, fragment: str = "", **options: Any) -> Itera
     one = Tab(page, f"{parts.scheme}://{parts.netloc}")
 
     def note(request: Any) -> None:
+        one.asked.append(request.url)
         if not request.url.startswith(f"{one.origin}/"):
             one.foreign.append(request.url)
 

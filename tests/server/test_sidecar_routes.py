@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,7 +260,7 @@ def test_a_default_grammar_holds_until_a_request_brings_its_own(tmp_path: Path) 
         ("/v1/embeddings", {"input": "a"}),
     ],
 )
-def test_the_key_is_asked_for_when_a_request_is_submitted(
+def test_a_request_is_computed_with_what_its_key_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any]
 ) -> None:
     """The name meant an adapter for everyone when the request was read, and was swapped before it
@@ -279,9 +280,13 @@ def test_the_key_is_asked_for_when_a_request_is_submitted(
             own.engine.load_adapter("alpha", files / "beta.gguf")
             return found
 
-        monkeypatch.setattr(own.state.sidecars, "for_mix", swapped)
-        for key, status in (("other", 403), ("for-beta", 200)):
-            own.engine.load_adapter("alpha", files / "alpha.gguf")
-            with own.client(key) as client:
+        old = own.engine.load_adapter("alpha", files / "alpha.gguf")
+        with own.client("other") as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(own.state.sidecars, "for_mix", swapped)
                 answer = client.post(route, json={**body, "model": "alpha"})
-            assert answer.status_code == status, answer.text
+            assert answer.status_code == 200, answer.text
+            used = set(re.findall(r'"generation": ?(\d+)', answer.text))
+            assert used == {str(old.number)}, answer.text
+            later = client.post(route, json={**body, "model": "alpha"})
+            assert later.status_code == 403, later.text

@@ -42,6 +42,7 @@ def serve(
     repack: options.Repack = True,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8080,
+    api_prefix: options.ApiPrefix = "",
     ssl_key_file: options.SslKey = None,
     ssl_cert_file: options.SslCert = None,
     threads_http: options.ThreadsHttp = 16,
@@ -61,6 +62,13 @@ def serve(
     props: options.Props = False,
     page: options.Page = True,
     access_log: options.AccessLog = None,
+    ray: options.Ray = False,
+    replicas: options.Replicas = 1,
+    autoscale: options.Autoscale = None,
+    ray_address: options.RayAddress = None,
+    catalogue: options.CatalogueDir = None,
+    lora_cache: options.LoraCache = None,
+    lora_scheme: options.LoraScheme = None,
 ) -> None:
     """Serve BASE and adapters over HTTP: OpenAI's routes, llama-server's and vLLM's."""
     adapters = served_adapters(
@@ -72,6 +80,7 @@ def serve(
     if not hosts and not (api_keys or admin_keys) and host in _LOOPBACK:
         hosts = _LOOPBACK
     config = ServerConfig(
+        api_prefix=api_prefix,
         aliases=tuple(_values(alias, "--alias")),
         api_keys=api_keys,
         admin_keys=admin_keys,
@@ -115,10 +124,18 @@ def serve(
         drain_timeout_s=drain_timeout,
         access_log=access_log,
     )
-    from loragraph.cli.serving import run_server  # what it imports would slow all other commands
-
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    run_server(plan, config, console)
+    # What these import would slow all other commands.
+    if ray:
+        from loragraph.cli.serve_ray import ray_plan, run_ray
+
+        schemes = _values(lora_scheme, "--lora-scheme")
+        many = ray_plan(replicas, autoscale, ray_address, catalogue, lora_cache, schemes)
+        run_ray(plan, config, many, console)
+    else:
+        from loragraph.cli.serving import run_server
+
+        run_server(plan, config, console)
 
 
 def _default_mix(adapters: Sequence[ServedAdapter]) -> dict[str, float]:

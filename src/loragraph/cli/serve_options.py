@@ -15,6 +15,7 @@ from loragraph.cli.options import AttentionKind, KvType, Lowering
 
 _ADAPTERS, _MEMORY, _MODEL = "Adapters", "Cells, adapters and batches", "Model"
 _HTTP, _ACCESS, _ROUTES = "HTTP", "Keys and origins", "Routes"
+_RAY = "Many replicas (loragraph\\[ray])"
 
 
 def variable(name: str) -> str:
@@ -133,6 +134,12 @@ Repack = Annotated[
 # HTTP
 Host = Annotated[str, _option(_HTTP, "--host", text="Address to listen at.")]
 Port = Annotated[int, _option(_HTTP, "--port", text="Port; 0: any that is free.")]
+ApiPrefix = Annotated[
+    str,
+    _option(
+        _HTTP, "--api-prefix", text="Path below which all routes are, as /llm; no slash at its end."
+    ),
+]
 SslKey = Annotated[
     Path | None, _option(_HTTP, "--ssl-key-file", text="Private key (PEM), for HTTPS.")
 ]
@@ -200,6 +207,51 @@ CorsOrigin = Annotated[
         "--cors-origin",
         "Origin (https://host) whose pages may call this server; default: its own.",
         "ORIGIN",
+    ),
+]
+
+# Many replicas
+Ray = Annotated[
+    bool, _option(_RAY, "--ray", text="Serve by replicas on Ray Serve, each with one engine.")
+]
+Replicas = Annotated[int, _option(_RAY, "--replicas", text="How many.")]
+Autoscale = Annotated[
+    str | None,
+    _option(
+        _RAY,
+        "--autoscale",
+        text="As many as the load needs, in place of --replicas.",
+        metavar="MIN:MAX",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    _option(
+        _RAY,
+        "--ray-address",
+        text="A cluster that runs (auto, HOST:PORT); default: one on this machine, on loopback.",
+    ),
+]
+CatalogueDir = Annotated[
+    Path | None,
+    _option(
+        _RAY,
+        "--catalogue",
+        text="Folder that all machines see, where adapters loaded and swapped over HTTP are kept; "
+        "default: for this run only.",
+    ),
+]
+LoraCache = Annotated[
+    Path | None,
+    _option(_RAY, "--lora-cache", text="Folder of each machine for adapters that were fetched."),
+]
+LoraScheme = Annotated[
+    list[str] | None,
+    _many(
+        _RAY,
+        "--lora-scheme",
+        "Scheme of URLs (s3, gs, hf, https, ...) that adapters may be loaded from over HTTP.",
+        "SCHEME",
     ),
 ]
 

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from loragraph.cli.library import ggml_folder
-from loragraph.cli.serve_log import access_lines
 from loragraph.cli.serve_plan import Plan
 from loragraph.cli.serve_report import show_report
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.errors import ConfigError, LoragraphError
+from loragraph.server.access_file import access_lines
 from loragraph.server.app import create_app
 from loragraph.server.config import ServerConfig
 from loragraph.server.protocol import StreamProtocol
@@ -40,10 +40,10 @@ def run_server(plan: Plan, config: ServerConfig, console: Console) -> None:
 
     It listens before it loads, so that /health can tell; what cannot be loaded ends it.
     """
-    with access_lines(plan.access_log), _bound_socket(plan.host, plan.port) as sock:
+    with access_lines(plan.access_log), bound_socket(plan.host, plan.port) as sock:
         app = create_app(None, config)
         server = _Server(plan, app)
-        opening = _Opening(plan, app, server, console, _url(sock, plan))
+        opening = _Opening(plan, app, server, console, _url(sock, plan) + config.api_prefix)
         server.on_late = opening.abort
         opening.start()
         try:
@@ -198,7 +198,7 @@ def _uvicorn_config(plan: Plan, app: FastAPI) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         loop="asyncio",  # whatever else is installed
-        http=StreamProtocol,
+        http=StreamProtocol,  # h11's: it bounds headers, httptools does not
         ws="none",
         log_config=None,
         access_log=False,
@@ -215,7 +215,7 @@ def _uvicorn_config(plan: Plan, app: FastAPI) -> uvicorn.Config:
     return config
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
     """A socket bound to the address; ConfigError where that is not possible."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"expected a port from 0 to 65535, got {port}", field="--port")

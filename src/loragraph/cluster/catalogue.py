@@ -7,15 +7,13 @@ request resolves its names once; whoever serves it has to know at least the vers
 
 from __future__ import annotations
 
-import math
-import re
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
-from urllib.parse import urlsplit
 
+from loragraph.cluster.content import MAX_F32, Content
 from loragraph.engine.registry import check_name
 from loragraph.errors import (
     AdapterChangedError,
@@ -27,15 +25,14 @@ from loragraph.errors import (
 )
 
 MAX_ENTRIES = 1_000_000
-MAX_SOURCE = 4096
-"""Characters of a path or URL."""
-
 MAX_CHANGES = 10_000
 """Kept for copies that are behind; one that is further behind takes a snapshot."""
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_MAX_F32 = 3.4e38
-_MAX_BYTES = 2**62
+MAX_DROPPED = 100_000
+"""Names kept that were dropped, so that a folder's file of that name does not bring one back."""
+
+MAX_MIX = 256
+"""Adapters of the default mix."""
 
 
 class Op(StrEnum):
@@ -46,20 +43,7 @@ class Op(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
     DROP = "drop"
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a name is to mean. `source` may hold a signed URL, so it is never shown whole."""
-
-    source: str = field(repr=False)
-    digest: str  # SHA-256 of the file, 64 hexadecimal digits
-    size_bytes: int
-    scale: float = 1.0  # where a request gives none
-    pinned: bool = False
-
-    def __post_init__(self) -> None:
-        _check_content(self)
+    MIX = "mix"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +53,46 @@ class Entry:
     name: str
     generation: int
     content: Content
+    id: int = 0  # llama-server's number: counts registrations, and stays through swaps
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One step from version - 1 to version. `content` only where it sets one."""
+    """One step from version - 1 to version. `content` only where it sets one, `mix` for MIX."""
 
     version: int
     op: Op
-    name: str
+    name: str  # "" for MIX
     content: Content | None = None
+    mix: Mapping[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         out: dict[str, Any] = {"version": self.version, "op": self.op.value, "name": self.name}
-        return out if self.content is None else out | {"content": asdict(self.content)}
+        if self.content is not None:
+            out["content"] = asdict(self.content)
+        if self.mix is not None:
+            out["mix"] = dict(self.mix)
+        return out
 
     @classmethod
     def from_json(cls, value: object) -> Change:
         """FormatError for anything that to_json() does not make."""
-        found = _object(value, "a change", {"version", "op", "name"}, {"content"})
+        found = _object(value, "a change", {"version", "op", "name"}, ("content", "mix"))
         op = found["op"]
         if op not in list(Op):
             raise FormatError(f"expected one of {', '.join(Op)}, got {op!r:.40}", where="op")
         content = _content(found["content"]) if "content" in found else None
         if (content is not None) != (op in (Op.REGISTER, Op.SWAP)):
             raise FormatError(f"expected content for register and swap alone, got {op}", where="op")
-        return cls(_natural(found, "version"), Op(op), _name(found), content)
+        version = _natural(found, "version")
+        if op != Op.MIX:
+            if "mix" in found:
+                raise FormatError(f"expected scales for mix alone, got {op}", where="op")
+            return cls(version, Op(op), _name(found), content)
+        if found["name"] != "":
+            raise FormatError("expected no name for mix", where="name")
+        return cls(version, Op.MIX, "", mix=_mix(found.get("mix")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +116,22 @@ class Resolved:
 class Catalogue:
     """The catalogue, or a replica's copy of it. One thread at a time."""
 
-    def __init__(self, version: int = 0, entries: Iterable[Entry] = ()) -> None:
+    def __init__(
+        self,
+        version: int = 0,
+        entries: Iterable[Entry] = (),
+        *,
+        next_id: int = 0,
+        default_mix: Mapping[str, float] | None = None,
+        dropped: Iterable[str] = (),
+    ) -> None:
         """FormatError for entries that no sequence of changes up to `version` gives."""
         self.version = version
+        self.next_id = next_id
+        self.default_mix: Mapping[str, float] | None = default_mix  # None: never set
+        self._dropped: dict[str, None] = dict.fromkeys(dropped)
         self._entries: dict[str, Entry] = {}
+        self._names: dict[int, str] = {}  # by id
         generations = set()
         for entry in entries:
             if not 0 < entry.generation <= version or entry.generation in generations:
@@ -133,6 +142,8 @@ class Catalogue:
             if entry.name in self._entries:
                 raise FormatError("expected each name once, got it twice", where=entry.name)
             generations.add(entry.generation)
+            self.next_id = max(self.next_id, entry.id + 1)
+            self._names[entry.id] = entry.name
             self._entries[entry.name] = entry
         self._changes: deque[Change] = deque(maxlen=MAX_CHANGES)
 
@@ -140,6 +151,15 @@ class Catalogue:
     def entries(self) -> Mapping[str, Entry]:
         """By name; borrowed until the next change."""
         return self._entries
+
+    @property
+    def dropped(self) -> Collection[str]:
+        """Names that were dropped and have not come back, the last ones; borrowed."""
+        return self._dropped.keys()
+
+    def name_of(self, number: int) -> str | None:
+        """The name of an id."""
+        return self._names.get(number)
 
     # What a change would be; nothing happens until it is applied, so it can be written first.
 
@@ -176,6 +196,15 @@ class Catalogue:
         self._get(name, generation)
         return Change(self.version + 1, Op.DROP, name)
 
+    def mix(self, scales: Mapping[str, float]) -> Change:
+        """What requests get that name no adapters; ModelNotFoundError for an unknown name."""
+        for name in scales:
+            self._get(name)
+        try:
+            return Change(self.version + 1, Op.MIX, "", mix=_mix(dict(scales)))
+        except FormatError as error:
+            raise InvalidRequestError(error.message, param="lora") from error
+
     def apply(self, changes: Iterable[Change]) -> None:
         """Makes changes, those that are known already left out.
 
@@ -206,16 +235,28 @@ class Catalogue:
         return {
             "version": self.version,
             "entries": [asdict(entry) for entry in self._entries.values()],
+            "next_id": self.next_id,
+            "default_mix": self.default_mix,
+            "dropped": list(self._dropped),
         }
 
     @classmethod
     def from_snapshot(cls, value: object) -> Catalogue:
         """FormatError for anything that snapshot() does not make."""
-        found = _object(value, "a snapshot", {"version", "entries"})
-        listed = found["entries"]
+        optional = ("next_id", "default_mix", "dropped")
+        found = _object(value, "a snapshot", {"version", "entries"}, optional)
+        listed, dropped = found["entries"], found.get("dropped", [])
         if not isinstance(listed, list) or len(listed) > MAX_ENTRIES:
             raise FormatError(f"expected a list of at most {MAX_ENTRIES}", where="entries")
-        return cls(_natural(found, "version"), map(_entry, listed))
+        if not isinstance(dropped, list) or len(dropped) > MAX_DROPPED:
+            raise FormatError(f"expected a list of at most {MAX_DROPPED}", where="dropped")
+        return cls(
+            _natural(found, "version"),
+            map(_entry, listed),
+            next_id=_natural({"next_id": 0} | found, "next_id"),
+            default_mix=None if found.get("default_mix") is None else _mix(found["default_mix"]),
+            dropped=[_name({"name": name}) for name in dropped],
+        )
 
     def resolve(self, names: Iterable[str]) -> Resolved:
         """What names mean now, all at one version; ModelNotFoundError for an unknown one."""
@@ -257,6 +298,12 @@ class Catalogue:
         return entry
 
     def _apply(self, change: Change) -> None:
+        if change.op is Op.MIX:
+            unknown = (change.mix or {}).keys() - self._entries.keys()
+            if unknown:
+                raise FormatError(f"change {change.version}: unknown {min(unknown)!r}", where="mix")
+            self.default_mix = dict(change.mix or {})
+            return
         old = self._entries.get(change.name)
         if (old is None) != (change.op is Op.REGISTER):
             state = "is not registered" if old is None else "is registered"
@@ -265,63 +312,25 @@ class Catalogue:
                 where=change.name,
             )
         if change.content is not None:
-            self._entries[change.name] = Entry(change.name, change.version, change.content)
+            number = self.next_id if old is None else old.id
+            self.next_id = max(self.next_id, number + 1)
+            self._dropped.pop(change.name, None)
+            self._names[number] = change.name
+            self._entries[change.name] = Entry(change.name, change.version, change.content, number)
         elif change.op is Op.DROP:
+            assert old is not None
             del self._entries[change.name]
+            self._names.pop(old.id, None)
+            if self.default_mix is not None:
+                kept = {n: s for n, s in self.default_mix.items() if n != change.name}
+                self.default_mix = kept
+            self._dropped[change.name] = None
+            if len(self._dropped) > MAX_DROPPED:
+                del self._dropped[next(iter(self._dropped))]
         else:
             assert old is not None
             content = replace(old.content, pinned=change.op is Op.PIN)
             self._entries[change.name] = replace(old, content=content)
-
-
-def redacted(source: str) -> str:
-    """A source as it may be shown: without user, password, query and fragment."""
-    if "://" not in source:
-        return source
-    scheme, _, rest = source.partition("://")
-    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
-
-
-def _check_content(content: Content) -> None:
-    """InvalidRequestError for what cannot be an entry."""
-    source, scale = content.source, content.scale
-    if not isinstance(source, str) or not 0 < len(source) <= MAX_SOURCE or "\0" in source:
-        raise InvalidRequestError(
-            f"source: expected a path or URL of 1 to {MAX_SOURCE} characters", param="source"
-        )
-    if "://" in source:
-        _check_url(source)
-    if not isinstance(content.digest, str) or not _DIGEST.fullmatch(content.digest):
-        raise InvalidRequestError(
-            f"digest: expected 64 hexadecimal digits, got {content.digest!r:.80}", param="digest"
-        )
-    size = content.size_bytes
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= _MAX_BYTES:
-        raise InvalidRequestError(
-            f"size_bytes: expected a number of bytes, got {size!r:.40}", param="size_bytes"
-        )
-    good = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not good or not math.isfinite(scale) or abs(scale) > _MAX_F32:
-        raise InvalidRequestError(
-            f"scale: expected a finite number, got {scale!r:.40}", param="scale"
-        )
-    if not isinstance(content.pinned, bool):
-        raise InvalidRequestError("pinned: expected true or false", param="pinned")
-
-
-def _check_url(source: str) -> None:
-    try:
-        password = urlsplit(source).password
-    except ValueError as error:
-        raise InvalidRequestError("source: expected a URL", param="source") from error
-    if password is not None:
-        raise InvalidRequestError(
-            f"source: expected a URL without a password, got one for {redacted(source)}",
-            param="source",
-            hint="the catalogue is written to disk; give each replica its credentials",
-        )
 
 
 def _object(
@@ -356,5 +365,22 @@ def _content(value: object) -> Content:
 
 
 def _entry(value: object) -> Entry:
-    found = _object(value, "an entry", {"name", "generation", "content"})
-    return Entry(_name(found), _natural(found, "generation"), _content(found["content"]))
+    found = _object(value, "an entry", {"name", "generation", "content"}, ("id",))
+    return Entry(
+        _name(found),
+        _natural(found, "generation"),
+        _content(found["content"]),
+        _natural({"id": 0} | found, "id"),
+    )
+
+
+def _mix(value: object) -> dict[str, float]:
+    """Names with finite scales."""
+    if not isinstance(value, dict) or len(value) > MAX_MIX:
+        raise FormatError(f"expected at most {MAX_MIX} names with scales", where="mix")
+    for name, scale in value.items():
+        _name({"name": name})
+        good = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not good or not abs(scale) <= MAX_F32:
+            raise FormatError(f"{name}: expected a finite scale, got {scale!r:.40}", where="mix")
+    return value

@@ -24,7 +24,7 @@ FILE = "catalogue.jsonl"
 _LOCK = "catalogue.lock"
 _FORMAT = 1
 _MAX_FILE_BYTES = 2 * 2**30
-_MAX_LINE_BYTES = 64 * 1024  # of a change; a name and a source of 4096 characters, escaped
+_MAX_LINE_BYTES = 1 << 19  # of a change; a mix of 256 names of 128 characters, escaped
 _MIN_CHANGES = 1000  # before the log is folded into a new snapshot
 
 

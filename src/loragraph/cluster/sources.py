@@ -18,7 +18,7 @@ from loragraph.adapters.convert.safetensors import read_header as read_safetenso
 from loragraph.adapters.convert.source import locate, read_config
 from loragraph.adapters.gguf import read_header as read_gguf_header
 from loragraph.cluster.cache import DiskCache, Fetched, digest_of, size_of, writing, wrong_digest
-from loragraph.cluster.catalogue import redacted
+from loragraph.cluster.content import redacted
 from loragraph.cluster.transports import (
     SCHEMES,
     CutError,
@@ -81,6 +81,10 @@ class Sources:
         self._cache = DiskCache(options.cache_dir, options.max_cache_bytes)
         self._lock = threading.Lock()
         self._running: dict[tuple[str, str], Future[str]] = {}
+
+    def cached(self, digest: str) -> Fetched | None:
+        """What is there already of this content, whatever has become of its source."""
+        return self._cache.get(digest)
 
     def fetch(self, source: str, digest: str = "") -> Fetched:
         """An adapter in the cache, in use until it is closed; blocks.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from loragraph.cluster.catalogue import redacted
+from loragraph.cluster.content import redacted
 from loragraph.errors import ConfigError, PermissionDeniedError, SourceError
 
 SCHEMES = frozenset({"abfs", "az", "file", "gcs", "gs", "hf", "http", "https", "s3"})

@@ -96,6 +96,18 @@ class EngineAdapters(ABC):
         old = self.registry.unload(name)
         self._thread.call(lambda: self._core.retire(old))
 
+    def withdraw_adapter(self, name: str) -> None:
+        """What a name of the store meant is over: who asks next gets what the store has then."""
+        self._check_open()
+        old = self.registry.withdraw(name)
+        if old is not None:
+            self._thread.post(lambda: self._core.retire(old))
+
+    def preload(self, name: str) -> None:
+        """Waits until an adapter is in memory; it may be dropped again at any time."""
+        self._check_open()
+        self._wait_for(Hold(self.registry.resolve(name), pin=False))
+
     def pin(self, name: str) -> None:
         """Loads an adapter and keeps it in memory; CapacityError where there is no room."""
         self._check_open()
@@ -121,7 +133,7 @@ class EngineAdapters(ABC):
         self._check_open()
         current = self.registry.current()
         files = {
-            name: None if name in current else self.registry.path_in_dir(name)
+            name: (None, None) if name in current else self.registry.shown(name)
             for name in self.registry.names()
         }
         core = self._core

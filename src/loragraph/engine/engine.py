@@ -20,7 +20,7 @@ from loragraph.engine.job_maker import JobMaker
 from loragraph.engine.loader import AdapterLoader
 from loragraph.engine.model import Model
 from loragraph.engine.options import memory_errors
-from loragraph.engine.registry import Generation, Registry
+from loragraph.engine.registry import Generation, Registry, Store
 from loragraph.engine.requests import EngineRequests
 from loragraph.engine.residency import Residency
 from loragraph.engine.seat_cells import erase_seat, read_seat, save_seat
@@ -39,7 +39,8 @@ class Engine(EngineRequests, EngineAdapters):
     One thread computes; every method may be called from any thread. `adapters` are registered by
     name (headers are read, tensors when a request wants them). `n_ctx` is the number of cells that
     all requests share. At most `max_adapters` adapters, of `max_adapter_bytes` together, are in
-    memory at a time; the files of `adapter_dir` are known by their names without ".gguf".
+    memory at a time; the files of `adapter_dir` are known by their names without ".gguf", or in its
+    place those of a `store`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Engine(EngineRequests, EngineAdapters):
         max_adapters: int = 64,
         max_adapter_bytes: int | None = None,
         adapter_dir: str | os.PathLike[str] | None = None,
+        store: Store | None = None,
         lowering: LoweringName = "routed",
         attention: AttentionName = "cells",
         kv_type: KvType = "f16",
@@ -86,7 +88,7 @@ class Engine(EngineRequests, EngineAdapters):
         self._n_threads = self.model.n_threads if n_threads is None else n_threads
         self._name = self.model.enter_context()
         try:
-            self._assemble(options, adapter_dir)
+            self._assemble(options, adapter_dir, store)
         except BaseException:
             self._release_model()
             raise
@@ -211,10 +213,15 @@ class Engine(EngineRequests, EngineAdapters):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _assemble(self, options: EngineOptions, adapter_dir: str | os.PathLike[str] | None) -> None:
+    def _assemble(
+        self,
+        options: EngineOptions,
+        adapter_dir: str | os.PathLike[str] | None,
+        store: Store | None,
+    ) -> None:
         """Makes the parts; the last of them, the thread, begins to work."""
         self._loader = AdapterLoader(self.model, self._on_load)
-        self.registry = Registry(self._loader.read_header, adapter_dir)
+        self.registry = Registry(self._loader.read_header, adapter_dir, store)
         slots = self._make_runner(options)
         residency = Residency(
             self.registry,

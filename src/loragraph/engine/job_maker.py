@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -40,10 +40,7 @@ class JobMaker:
         wants_events: bool = False,
     ) -> Job:
         """Checks a request and makes it ready, on the caller's thread."""
-        scales = self.resolve(request.adapters)
-        if request.admits is not None:
-            for generation in scales:
-                request.admits(generation)
+        scales = self.resolve(request.adapters, request.generations)
         n = integer_field(request.n, "n", 1, MAX_CHOICES)
         if not isinstance(request.cache_salt, str):
             raise InvalidRequestError("cache_salt: expected a text", param="cache_salt")
@@ -121,8 +118,11 @@ class JobMaker:
             )
         return tokens
 
-    def resolve(self, adapters: Mapping[str, float] | None) -> dict[Generation, float]:
-        """Generations and scales of names, without those at scale 0."""
+    def resolve(
+        self, adapters: Mapping[str, float] | None, known: Iterable[Generation] = ()
+    ) -> dict[Generation, float]:
+        """Generations and scales of names, without those at scale 0; `known` ones as given."""
+        given = {one.name: one for one in known}
         scales: dict[Generation, float] = {}
         if adapters is not None and not isinstance(adapters, Mapping):
             raise InvalidRequestError(
@@ -130,7 +130,8 @@ class JobMaker:
             )
         for name, scale in (adapters or {}).items():
             value = _scale(name, scale)
-            generation = self._registry.resolve(name)  # an unknown name is one at scale 0 too
+            # an unknown name is one at scale 0 too
+            generation = given.get(name) or self._registry.resolve(name)
             if value != 0:
                 scales[generation] = value
         return scales

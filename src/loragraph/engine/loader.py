@@ -57,11 +57,11 @@ class AdapterLoader:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, generation: Generation) -> Adapter:
-        assert generation.path is not None
         options = generation.options
-        adapter = self._model.load_adapter(
-            generation.path, ignore_norm=options.ignore_norm, tied_output=options.tied_output
-        )
+        with generation.opened() as path:
+            adapter = self._model.load_adapter(
+                path, ignore_norm=options.ignore_norm, tied_output=options.tied_output
+            )
         try:
             with memory_errors(str(generation.path)):
                 self._model.prepared.get(adapter)  # not on the engine's thread

@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.folder import folder_problem, is_adapter_folder
@@ -56,8 +58,39 @@ class LoadOptions:
 
 PLAIN_LOAD = LoadOptions()
 
+Opener = Callable[[], AbstractContextManager[Path]]
+"""Gives an adapter's file, which is there until the context is left; may have to fetch it."""
+
 HeaderReader = Callable[[Path, LoadOptions], AdapterHeader]
 """Reads and checks a file's header; raises what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a store has under a name."""
+
+    number: int  # its generation
+    path: Path  # that is shown, and beside which a sidecar may lie
+    opener: Opener
+
+
+class Store(Protocol):
+    """Adapters by name that are kept elsewhere; for any thread."""
+
+    def names(self) -> Collection[str]:
+        """All names of now."""
+
+    def find(self, name: str) -> Stored | None:
+        """What a name means now; blocks."""
+
+    def shown(self, name: str) -> tuple[int, Path] | None:
+        """Generation and path of a name, for lists; None for one that has none yet; at once."""
+
+    def is_current(self, name: str, number: int) -> bool:
+        """Whether a name still means that generation; at once.
+
+        Once it does not, the store has the registry withdraw the name.
+        """
 
 
 @dataclass(slots=True)
@@ -86,6 +119,12 @@ class Generation:
     report: LoadReport | None = None  # of the last load
     counts: LoadCounts = field(default_factory=LoadCounts)
     load_started: float = 0.0
+    opener: Opener | None = None  # None: the file is at `path`
+
+    def opened(self) -> AbstractContextManager[Path]:
+        """Its file, there until the context is left."""
+        assert self.path is not None
+        return nullcontext(self.path) if self.opener is None else self.opener()
 
     def check_digest(self, digest: str) -> None:
         """Notes the digest of a first load; AdapterChangedError where a later one differs."""
@@ -103,10 +142,17 @@ class Registry:
     """Names and their generations, and a folder whose files are known by name on demand."""
 
     def __init__(
-        self, read_header: HeaderReader, adapter_dir: str | os.PathLike[str] | None = None
+        self,
+        read_header: HeaderReader,
+        adapter_dir: str | os.PathLike[str] | None = None,
+        store: Store | None = None,
     ) -> None:
-        """ConfigError where `adapter_dir` is no folder."""
+        """Names that nobody registered are looked for in the store, or else in the folder.
+
+        ConfigError where `adapter_dir` is no folder.
+        """
         self._read_header = read_header
+        self._store = store
         self._dir = None if adapter_dir is None else Path(adapter_dir).resolve()
         if self._dir is not None and not self._dir.is_dir():
             raise ConfigError(f"expected a folder, got {adapter_dir}", field="adapter_dir")
@@ -146,8 +192,8 @@ class Registry:
     def renew(self, old: Generation) -> Generation | None:
         """A new generation of the same file, if `old` is still what its name means."""
         with self._lock:
-            if old.retired or old.path is None:
-                return None
+            if old.retired or old.path is None or old.opener is not None:
+                return None  # what a store gives is verified
             new = Generation(old.name, next(self._numbers), old.path, old.header, old.options)
             self._swap(old.name, new)
             return new
@@ -162,12 +208,36 @@ class Registry:
             old.retired = True
             return old
 
+    def known(self, name: str) -> Generation | None:
+        """What a name means now, as far as anybody asked; at once."""
+        with self._lock:
+            return self._current.get(name)
+
+    def withdraw(self, name: str) -> Generation | None:
+        """Forgets what a name of the store meant: the next one who asks looks there again."""
+        with self._lock:
+            old = self._current.pop(name, None)
+            if old is not None:
+                old.retired = True
+            return old
+
+    def resolve_all(self, names: Iterable[str]) -> list[Generation]:
+        """What several names meant at one moment; ModelNotFoundError for an unknown one."""
+        wanted = list(names)
+        while True:
+            found = [self.resolve(name) for name in wanted]
+            # One that is not retired by now is what its name meant when the last was looked up.
+            if not any(one.retired for one in found):
+                return found
+
     def resolve(self, name: str) -> Generation:
         """What `name` means now; ModelNotFoundError for nothing."""
         with self._lock:
             found = self._current.get(name)
         if found is not None:
             return found
+        if self._store is not None:
+            return self._from_store(self._store, name)
         path = self.path_in_dir(name)
         if path is None:
             raise self._unknown(name)
@@ -180,6 +250,10 @@ class Registry:
         """All names, sorted, those of the folder's files included."""
         if self._dir is not None:
             self._in_dir = self._list_dir()
+        if self._store is not None:
+            stored = self._store.names()
+            with self._lock:
+                return sorted({*stored, *self._current})
         with self._lock:
             return sorted(self._current.keys() | (self._in_dir - self._unloaded))
 
@@ -187,6 +261,19 @@ class Registry:
         """The generations by name; files of the folder that nobody asked for have none."""
         with self._lock:
             return dict(sorted(self._current.items()))
+
+    def _from_store(self, store: Store, name: str) -> Generation:
+        while True:
+            stored = store.find(name) if name_problem(name) is None else None
+            if stored is None:
+                raise self._unknown(name)
+            with stored.opener() as path:
+                header = self._read_header(path, PLAIN_LOAD)
+            new = Generation(name, stored.number, stored.path, header, opener=stored.opener)
+            with self._lock:
+                # Under the lock that a withdrawal takes, so that none comes between.
+                if store.is_current(name, stored.number):
+                    return self._current.setdefault(name, new)
 
     def _swap(self, name: str, new: Generation) -> Generation | None:
         old = self._current.get(name)
@@ -212,6 +299,12 @@ class Registry:
         if self._dir is None or name_problem(name) is not None or name in self._unloaded:
             return None
         return self._found(name)
+
+    def shown(self, name: str) -> tuple[int | None, Path | None]:
+        """Generation and path of a name that nobody asked for yet, as far as they are known."""
+        if self._store is not None:
+            return self._store.shown(name) or (None, None)
+        return None, self.path_in_dir(name)
 
     def _found(self, name: str) -> Path | None:
         """The file, or else the folder of PEFT or MLX, that no link leads out of the folder."""

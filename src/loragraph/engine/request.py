@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,8 +27,7 @@ class Request:
     never share cells. `deadline_s` counts from the submission. `prompt_logprobs` k asks for the
     log-probabilities of the prompt's tokens, each given those before it, and of the k most likely
     ones (at most MAX_LOGPROBS): all of the prompt is computed then, whatever the prefix tree holds.
-    `admits` is called with each generation that a name means at the submission, on the caller's
-    thread, and raises for one that the request may not use.
+    `generations`: what names meant when the caller looked them up; others mean what they mean now.
     """
 
     prompt: Prompt
@@ -39,7 +38,7 @@ class Request:
     deadline_s: float | None = None
     chat: bool = False  # a text is one user message
     prompt_logprobs: int | None = None
-    admits: Callable[[Generation], None] | None = field(default=None, compare=False)
+    generations: tuple[Generation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

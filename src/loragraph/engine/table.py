@@ -46,18 +46,21 @@ class AdapterRow:
 
 
 def adapter_rows(
-    registry: Registry, pool: Pool[Generation], holds: Holds, files: Mapping[str, Path | None]
+    registry: Registry,
+    pool: Pool[Generation],
+    holds: Holds,
+    files: Mapping[str, tuple[int | None, Path | None]],
 ) -> Iterator[AdapterRow]:
     """The table's rows for these names; on the thread that owns the pool, which reads no folder.
 
-    `files`: where a name of the folder has its file, for those that nobody asked for yet.
+    `files`: Registry.shown() of the names that nobody asked for yet.
     """
     current = registry.current()
     pinned = holds.pinned
-    for name, path in files.items():
+    for name, (number, path) in files.items():
         generation = current.get(name)
         if generation is None:
-            yield AdapterRow(name, None, path, None, State.ABSENT, None, None, False, 0)
+            yield AdapterRow(name, number, path, None, State.ABSENT, None, None, False, 0)
             continue
         yield AdapterRow(
             name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,7 +78,7 @@ async def unload_adapter_sglang(body: NameBody, state: State) -> JSONResponse:
 async def pin_adapter(body: NameBody, state: State) -> JSONResponse:
     """Loads an adapter and keeps it in memory; 503 where there is no room."""
     async with _changing(state, body.lora_name):
-        await asyncio.to_thread(state.engine.pin, body.lora_name)
+        await asyncio.to_thread(state.admin.pin, state, body.lora_name)
     return JSONResponse({"success": True})
 
 
@@ -86,7 +86,7 @@ async def pin_adapter(body: NameBody, state: State) -> JSONResponse:
 async def unpin_adapter(body: NameBody, state: State) -> JSONResponse:
     """Lets a pinned adapter be dropped."""
     async with _changing(state, body.lora_name):
-        await asyncio.to_thread(state.engine.unpin, body.lora_name)
+        await asyncio.to_thread(state.admin.unpin, state, body.lora_name)
     return JSONResponse({"success": True})
 
 
@@ -125,12 +125,39 @@ def confined_path(folder: Path | None, given: str) -> Path:
 async def _load(state: ServerState, body: LoadBody) -> None:
     async with _changing(state, body.lora_name):
         # Goes on to its end should the client leave, so that the name is never half loaded.
-        await asyncio.shield(asyncio.to_thread(load_confined, state, body))
+        await asyncio.shield(asyncio.to_thread(state.admin.load, state, body))
 
 
-def load_confined(state: ServerState, body: LoadBody) -> Generation:
-    """Loads what a body names; blocks until it is in memory."""
-    engine, name = state.engine, body.lora_name
+class LocalAdmin:
+    """Changes adapters of this server alone; see AdapterAdmin."""
+
+    def load(self, state: ServerState, body: LoadBody) -> None:
+        """Loads what a body names, from the adapters' folder."""
+        load_confined(state, body)
+
+    def unload(self, state: ServerState, name: str) -> None:
+        """Of this engine."""
+        state.engine.unload_adapter(name)
+        state.forget_adapter(name)
+
+    def pin(self, state: ServerState, name: str) -> None:
+        """In this engine's memory."""
+        state.engine.pin(name)
+
+    def unpin(self, state: ServerState, name: str) -> None:
+        """In this engine's memory."""
+        state.engine.unpin(name)
+
+    def set_default_mix(self, state: ServerState, scales: Mapping[str, float]) -> None:
+        """Of this server's requests."""
+        for name in scales:  # an unknown name shall not become everybody's error
+            state.engine.registry.resolve(name)
+        state.set_default_mix(scales)
+
+
+def check_load(state: ServerState, body: LoadBody) -> None:
+    """Raises for names that cannot be loaded."""
+    name = body.lora_name
     check_name(name)
     if name in state.base_names or name.partition(":")[0] in state.base_names:
         raise InvalidRequestError(f"lora_name: {name!r} is the base's name", param="lora_name")
@@ -139,6 +166,12 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
             f"base_model_name: expected {state.base_name!r}, got {body.base_model_name!r:.160}",
             param="base_model_name",
         )
+
+
+def load_confined(state: ServerState, body: LoadBody) -> Generation:
+    """Loads what a body names; blocks until it is in memory."""
+    check_load(state, body)
+    engine, name = state.engine, body.lora_name
     path = confined_path(state.config.adapter_dir, body.lora_path)
     state.sidecars.check(path)
     old = engine.registry.current().get(name)
@@ -146,11 +179,7 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
     if path.is_dir():
         _check_folder(path, state.config.adapter_dir)
     if loaded:
-        raise InvalidRequestError(
-            f"The lora adapter '{name}' has already been loaded.",
-            param="lora_name",
-            hint="set load_inplace to replace it",
-        )
+        raise loaded_already(name)
     if old is not None:
         # Read as a whole first: should it be refused, the name goes on to mean what it meant.
         engine.model.load_adapter(path).close()
@@ -175,10 +204,18 @@ def _check_folder(folder: Path, root: Path | None) -> None:
         )
 
 
+def loaded_already(name: str) -> InvalidRequestError:
+    """vLLM's words for a name that is taken."""
+    return InvalidRequestError(
+        f"The lora adapter '{name}' has already been loaded.",
+        param="lora_name",
+        hint="set load_inplace to replace it",
+    )
+
+
 async def _unload(state: ServerState, body: NameBody) -> None:
     async with _changing(state, body.lora_name):
-        await asyncio.to_thread(state.engine.unload_adapter, body.lora_name)
-        state.forget_adapter(body.lora_name)
+        await asyncio.to_thread(state.admin.unload, state, body.lora_name)
 
 
 @asynccontextmanager

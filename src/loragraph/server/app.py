@@ -24,15 +24,23 @@ from loragraph.server import (
 )
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate
-from loragraph.server.state import ServerState
+from loragraph.server.prefix import ApiPrefix
+from loragraph.server.state import AdapterAdmin, Ids, ServerState
 
 
-def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
+def create_app(
+    engine: Engine | None,
+    config: ServerConfig,
+    *,
+    admin: AdapterAdmin | None = None,
+    ids: Ids | None = None,
+) -> FastAPI:
     """The application for one engine, which the caller closes.
 
-    Without one it answers 503 until `app.state.loragraph.opened(engine)` is called.
+    Without one it answers 503 until `app.state.loragraph.opened(engine)` is called. `admin` and
+    `ids`: who changes and numbers the adapters, where that is not a matter of this server alone.
     """
-    state = ServerState(config)
+    state = ServerState(config, admin or adapters_api.LocalAdmin(), ids)
     app = FastAPI(
         title="loragraph",
         version=_version(),
@@ -51,6 +59,8 @@ def create_app(engine: Engine | None, config: ServerConfig) -> FastAPI:
     if config.with_page:
         page.install(app, state)
     app.add_middleware(Gate, config=config)
+    if config.api_prefix:
+        app.add_middleware(ApiPrefix, prefix=config.api_prefix)
     if config.cors_origins:  # outside of the gate, so that its refusals can be read too
         app.add_middleware(
             CORSMiddleware,

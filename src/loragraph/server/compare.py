@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from loragraph.server import sse
 from loragraph.server.gate import RequestId
+from loragraph.server.prefix import OUTER_ROOT_KEY
 from loragraph.server.routing import api_router
 from loragraph.server.state import State
 
@@ -32,7 +33,7 @@ MAX_REQUESTS = 32
 PATH = "/v1/chat/completions"
 _MAX_LINES = 256  # that wait for a slow reader, before the answers wait too
 _MAX_ERROR = 1 << 16  # bytes of an error's body
-_KEPT = ("type", "asgi", "http_version", "scheme", "root_path", "client", "server", "state")
+_KEPT = ("type", "asgi", "http_version", "scheme", "client", "server", "state")
 
 router = api_router(include_in_schema=False)
 
@@ -140,9 +141,10 @@ async def _chunks(
 def _scope(http: Request, request_id: str) -> Scope:
     """A request of its own to PATH, by the same caller."""
     scope = {key: http.scope[key] for key in _KEPT if key in http.scope}
-    path = http.scope.get("root_path", "") + PATH
+    root = http.scope.get("root_path", "")
+    path, outer = root + PATH, http.scope.get(OUTER_ROOT_KEY, root)
     dropped = {b"content-length", b"content-type", b"transfer-encoding", b"x-request-id"}
     headers = [pair for pair in http.scope["headers"] if pair[0] not in dropped]
     headers += [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     more = {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    return {**scope, **more, "headers": headers, "extensions": {}}
+    return {**scope, **more, "root_path": outer, "headers": headers, "extensions": {}}

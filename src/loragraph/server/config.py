@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,14 @@ from loragraph.errors import ConfigError
 
 MAX_BODY_BYTES = 16 << 20
 
+_PREFIX = re.compile(r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._~-]+)+")
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """All that the routes depend on; ConfigError for a value that cannot be used."""
 
+    api_prefix: str = ""  # below which all routes are: /llm; "": none
     aliases: tuple[str, ...] = ()  # names of the base, the first shown; () = its file's name
     api_keys: tuple[str, ...] = ()  # () and no admin key: open to all
     admin_keys: tuple[str, ...] = ()  # for what changes the server; good for all else too
@@ -39,6 +43,10 @@ class ServerConfig:
         for name in ("api_keys", "admin_keys"):
             if not all(getattr(self, name)):
                 raise ConfigError("expected keys, got an empty one", field=name)
+        if self.api_prefix and not _PREFIX.fullmatch(self.api_prefix):
+            raise ConfigError(
+                f"expected a path as in /llm/one, got {self.api_prefix!r:.80}", field="api_prefix"
+            )
         for name in ("max_body_bytes", "max_prompts", "n_http_threads", "send_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(

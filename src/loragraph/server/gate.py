@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loragraph.server.config import ServerConfig
 from loragraph.server.errors import ApiError
+from loragraph.server.prefix import route_path
 from loragraph.server.routing import MAX_BODY_KEY, discard_body
 
 PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/", "/index.html", "/favicon.ico"})
@@ -62,8 +63,12 @@ class Gate:
                 await discard_body(receive, 4 * self._config.max_body_bytes)
             await error.response(scope, receive, send_with_id)
 
+    def refuses(self, scope: Scope) -> bool:
+        """Whether a request would be answered here, without its body being read."""
+        return self._refusal(dict(scope), Headers(scope=scope)) is not None
+
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        config, path, method = self._config, scope["path"], scope["method"]
+        config, path, method = self._config, route_path(scope), scope["method"]
         if not self._knows_host(headers):
             return ApiError(
                 403, "this server is not called by that name (Host; see --allowed-hosts)"

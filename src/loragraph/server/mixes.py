@@ -7,7 +7,7 @@ that disagree are a 400. `[]`, `{}` and scales of 0 mean the base.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,17 +29,7 @@ class RequestMix:
     scales: Mapping[str, float]  # names and user scales, zeros included; empty: the base
     is_default: bool = False  # nothing was asked for, so these are the server's
     defaults: Defaults = NO_DEFAULTS  # what its adapters give a request that says nothing itself
-    key: str = ""  # the API key that came along
-
-    def admits(self, state: ServerState) -> Callable[[Generation], None]:
-        """For `Request.admits`: a name may mean another generation once the request is submitted,
-        which of several prompts may be long after this mix was made.
-        """
-
-        def admit(generation: Generation) -> None:
-            state.sidecars.admitted(generation, self.key)
-
-        return admit
+    generations: tuple[Generation, ...] = ()  # what the names meant, all at one moment
 
     def template(self, state: ServerState) -> ChatTemplate | None:
         """The template of its chats."""
@@ -61,11 +51,13 @@ def resolve_mix(
     may use an adapter. ModelNotFoundError for an unknown name, PermissionDeniedError for an adapter
     that is not for that key, FormatError for a wrong sidecar, InvalidRequestError for all else.
     """
-    mix = replace(_choose(state, model, lora, adapters), key=key)
+    mix = _choose(state, model, lora, adapters)
     names = [name for name, scale in mix.scales.items() if scale != 0]
-    generations = [state.engine.registry.resolve(name) for name in names]
+    generations = tuple(state.engine.registry.resolve_all(names))
     defaults = state.sidecars.for_mix(generations, key)
-    return mix if adapter_defaults is False else replace(mix, defaults=defaults)
+    if adapter_defaults is False:
+        defaults = NO_DEFAULTS
+    return replace(mix, defaults=defaults, generations=generations)
 
 
 def _choose(state: ServerState, model: str | None, lora: Any, adapters: Any) -> RequestMix:

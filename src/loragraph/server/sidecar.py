@@ -172,17 +172,15 @@ class Sidecars:
 
         PermissionDeniedError where one of its adapters is not for that key.
         """
-        own = [self.admitted(generation, key) for generation in generations]
+        own = []
+        for generation in generations:
+            defaults = self.of(generation)
+            if not defaults.allows(key):
+                raise PermissionDeniedError(
+                    f"the adapter '{generation.name}' is not for this API key", param="model"
+                )
+            own.append(defaults)
         return merged(own) if own else NO_DEFAULTS
-
-    def admitted(self, generation: Generation, key: str | None) -> Defaults:
-        """One adapter's defaults, for the bearer of `key`; PermissionDeniedError."""
-        defaults = self.of(generation)
-        if not defaults.allows(key):
-            raise PermissionDeniedError(
-                f"the adapter '{generation.name}' is not for this API key", param="model"
-            )
-        return defaults
 
 
 class _Reader:

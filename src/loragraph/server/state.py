@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -17,6 +17,7 @@ from loragraph.server.ids import AdapterIds
 from loragraph.server.sidecar import Sidecars
 
 if TYPE_CHECKING:
+    from loragraph.server.adapters_api import LoadBody
     from loragraph.server.runs import Run
 
 
@@ -38,12 +39,45 @@ class RunHooks(Protocol):
         """It ended: by its result, an error or its client's leaving."""
 
 
+class AdapterAdmin(Protocol):
+    """How the routes change adapters. Every method blocks, and raises what is wrong."""
+
+    def load(self, state: ServerState, body: LoadBody) -> None:
+        """Gives a name its content; it is in memory then."""
+
+    def unload(self, state: ServerState, name: str) -> None:
+        """The name means nothing any more."""
+
+    def pin(self, state: ServerState, name: str) -> None:
+        """The adapter stays in memory."""
+
+    def unpin(self, state: ServerState, name: str) -> None:
+        """The opposite."""
+
+    def set_default_mix(self, state: ServerState, scales: Mapping[str, float]) -> None:
+        """What requests get that name no adapters."""
+
+
+class Ids(Protocol):
+    """Numbers for adapters; see AdapterIds."""
+
+    def sync(self, names: Iterable[str]) -> dict[str, int]:
+        """Numbers for all names of now."""
+
+    def forget(self, name: str) -> None:
+        """The name is gone."""
+
+    def name_of(self, number: int) -> str:
+        """The name of a number; InvalidRequestError for one that nobody has."""
+
+
 class ServerState:
     """One server. Read by any thread; changed through its methods."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, admin: AdapterAdmin, ids: Ids | None = None) -> None:
         self.config = config
-        self.ids = AdapterIds()
+        self.admin = admin
+        self.ids: Ids = AdapterIds() if ids is None else ids
         self.sidecars = Sidecars(lambda source: self.engine.model.compile_template(source))
         self.created = int(time.time())
         self.hooks: list[RunHooks] = []

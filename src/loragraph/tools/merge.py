@@ -25,7 +25,7 @@ from loragraph.ggml.gguf import GGUFFile, TensorInfo
 from loragraph.ggml.handles import F32
 from loragraph.ggml.lib import Library, load_library
 from loragraph.ggml.quants import can_read, can_write, needs_importance, row_bytes, type_name
-from loragraph.model.files import ModelFiles
+from loragraph.model.files import ModelFiles, split_paths
 from loragraph.model.fold import latent_tables, read_fold
 from loragraph.tools.deltas import Changes, Term, Use, changes_of, check_mergeable
 from loragraph.tools.file_type import FileType, ModelShape, file_type, target_types
@@ -71,7 +71,7 @@ def merge(
     ggml_folder: Paths | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
-    """Writes `base` (of a split model: its first part) with `adapters` (path -> user scale) added.
+    """Writes `base` (of a split model: any part) with `adapters` (path -> user scale) added.
 
     `type` "keep" stores every tensor in the type it has, and copies what no adapter touches byte
     for byte; "f16", "q4_k_m", … stores the whole model in that file type, by llama.cpp's rule of
@@ -88,7 +88,7 @@ def merge(
     kind = file_type(type)
     pairs = checked_scales(adapters)
     with memory_errors(str(base)), ExitStack() as stack:
-        files = stack.enter_context(ModelFiles(lib, base))
+        files = stack.enter_context(ModelFiles(lib, split_paths(Path(base))[0]))
         inputs = [*files.paths, *(path for path, _ in pairs)]
         check_output(Path(output), inputs)
         info = base_of(files)

@@ -170,7 +170,7 @@ class _Maker:
             1 if n is None else n,
             salt,
             deadline_s=self._state.config.deadline_s,
-            admits=mix.admits(self._state),
+            generations=mix.generations,
         )
         limit = engine.config.sequence_limit
         fits = len(tokens) <= limit and max(tokens) < engine.model.vocab.n_tokens

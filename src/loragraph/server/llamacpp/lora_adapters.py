@@ -37,9 +37,7 @@ async def set_lora_adapters(state: State, body: Any = Body()) -> dict[str, Any]:
 
 def _set_default_mix(state: ServerState, body: list[Any]) -> None:
     scales = {name: scale for name, scale in parse_scales(state, body, "lora").items() if scale}
-    for name in scales:  # an unknown name shall not become everybody's error
-        state.engine.registry.resolve(name)
-    state.set_default_mix(scales)
+    state.admin.set_default_mix(state, scales)
 
 
 def _entries(state: ServerState) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def _prepare(state: ServerState, body: EmbeddingBody, request_id: str, key: str)
                 mix.scales,
                 cache_salt=body.cache_salt or "",
                 deadline_s=state.config.deadline_s,
-                admits=mix.admits(state),
+                generations=mix.generations,
             ),
             mix,
             request_id,

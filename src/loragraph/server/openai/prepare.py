@@ -49,7 +49,7 @@ def make_run(
         cache_salt=salt,
         deadline_s=state.config.deadline_s,
         prompt_logprobs=prompt_logprobs,
-        admits=mix.admits(state),
+        generations=mix.generations,
     )
     return Run(state, request, mix, request_id, route)
 

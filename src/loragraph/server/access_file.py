@@ -1,4 +1,4 @@
-"""Where the access log of `loragraph serve` goes."""
+"""Where the access log of a server goes."""
 
 from __future__ import annotations
 

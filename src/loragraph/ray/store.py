@@ -1,0 +1,197 @@
+"""The catalogue's adapters for a replica's engine: found by name, fetched, converted, numbered."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from loragraph.adapters.convert import convert
+from loragraph.cluster.cache import Fetched
+from loragraph.cluster.catalogue import Entry, Op
+from loragraph.cluster.catalogue_copy import CatalogueCopy
+from loragraph.cluster.content import Content, redacted
+from loragraph.cluster.sources import Sources
+from loragraph.engine.registry import AdapterHeader, LoadOptions, Registry, Stored
+from loragraph.errors import InvalidRequestError
+from loragraph.ggml.lib import Library
+
+_MAX_CONVERTED = 64
+T = TypeVar("T")
+
+
+class SharedCatalogue:
+    """A copy of the catalogue for threads; the loop that it belongs to must not wait for them."""
+
+    def __init__(self, copy: CatalogueCopy, loop: asyncio.AbstractEventLoop) -> None:
+        self._copy = copy
+        self._loop = loop
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """By name, as far as known here; borrowed."""
+        return self._copy.catalogue.entries
+
+    @property
+    def dropped(self) -> Collection[str]:
+        """Names that were dropped; borrowed."""
+        return self._copy.catalogue.dropped
+
+    @property
+    def default_mix(self) -> Mapping[str, float] | None:
+        """None where nobody has set it yet."""
+        return self._copy.catalogue.default_mix
+
+    def name_of(self, number: int) -> str | None:
+        """The name of an id."""
+        return self._copy.catalogue.name_of(number)
+
+    def refresh(self) -> None:
+        """Takes what there is now; blocks."""
+        self._wait(self._copy.refresh())
+
+    def change(self, op: Op, name: str = "", **what: Any) -> None:
+        """See CatalogueCopy.change; blocks."""
+        self._wait(self._copy.change(op, name, **what))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class CatalogueIds:
+    """llama-server's numbers for adapters, the same on all replicas; see server.state.Ids."""
+
+    def __init__(self, catalogue: SharedCatalogue) -> None:
+        self._catalogue = catalogue
+
+    def sync(self, names: Iterable[str]) -> dict[str, int]:
+        """Numbers of all names that the catalogue has, in their order."""
+        found = {name: self._catalogue.entries.get(name) for name in names}
+        ids = {name: entry.id for name, entry in found.items() if entry is not None}
+        return dict(sorted(ids.items(), key=lambda pair: pair[1]))
+
+    def forget(self, name: str) -> None:
+        """The catalogue does that."""
+
+    def name_of(self, number: int) -> str:
+        """The name of a number; InvalidRequestError for one that nobody has."""
+        name = self._catalogue.name_of(number)
+        if name is None:
+            raise InvalidRequestError(f"lora: no adapter has the id {number}", param="lora")
+        return name
+
+
+class Converter:
+    """Fetched adapters as GGUF files: PEFT folders are converted for the base, the last kept."""
+
+    def __init__(self, base: Path, folder: Path, lib: Library) -> None:
+        """`folder`: this replica's own, which the caller removes."""
+        self._base = base
+        self._folder = folder
+        self._lib = lib
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, Path] = OrderedDict()
+
+    @contextmanager
+    def gguf(self, fetched: Fetched) -> Iterator[Path]:
+        """The file, there until the context is left; raises what convert() raises."""
+        if not fetched.path.is_dir():
+            yield fetched.path
+            return
+        with self._lock:  # one conversion at a time: each holds whole tensors
+            path = self._files.pop(fetched.digest, None)
+            if path is None:
+                target = self._folder / f"{fetched.digest}.gguf"
+                path = convert(fetched.path, self._base, target, lib=self._lib)[0]
+            self._files[fetched.digest] = path
+            if len(self._files) > _MAX_CONVERTED:
+                self._files.popitem(last=False)[1].unlink(missing_ok=True)
+            file = path.open("rb")  # it can be read to its end even if it is removed meanwhile
+        with file:
+            yield path
+
+
+class CatalogueStore:
+    """See engine.registry.Store. A file of the folder enters the catalogue when it is asked for."""
+
+    def __init__(
+        self,
+        catalogue: SharedCatalogue,
+        sources: Sources,
+        converter: Converter,
+        folder: Path | None,
+        nowhere: Path,
+    ) -> None:
+        """`nowhere`: a path that never exists, under which fetched adapters are shown."""
+        self._catalogue = catalogue
+        self._sources = sources
+        self._converter = converter
+        self._folder = None if folder is None else Registry(_no_header, folder)
+        self._nowhere = nowhere
+
+    def names(self) -> Collection[str]:
+        """Of the catalogue, and of the folder's files that it has not dropped."""
+        names = set(self._catalogue.entries)
+        if self._folder is not None:
+            names |= set(self._folder.names()) - set(self._catalogue.dropped)
+        return names
+
+    def find(self, name: str) -> Stored | None:
+        """What the catalogue has; a file of the folder is registered first. Blocks."""
+        entry = self._catalogue.entries.get(name) or self._from_folder(name)
+        if entry is None:
+            return None
+        return Stored(entry.generation, self._shown(entry.content), lambda: self.opened(entry))
+
+    def shown(self, name: str) -> tuple[int, Path] | None:
+        """What the catalogue has."""
+        entry = self._catalogue.entries.get(name)
+        return None if entry is None else (entry.generation, self._shown(entry.content))
+
+    def is_current(self, name: str, number: int) -> bool:
+        """By this replica's copy of the catalogue."""
+        entry = self._catalogue.entries.get(name)
+        return entry is not None and entry.generation == number
+
+    @contextmanager
+    def opened(self, entry: Entry) -> Iterator[Path]:
+        """The GGUF file of an entry, verified; fetched where it is not in the cache."""
+        content = entry.content
+        found = self._sources.cached(content.digest)
+        with (
+            found or self._sources.fetch(content.source, content.digest) as fetched,
+            self._converter.gguf(fetched) as path,
+        ):
+            yield path
+
+    @contextmanager
+    def fetched(self, source: str) -> Iterator[tuple[Content, Path]]:
+        """What a source has now: content for the catalogue, and its GGUF file."""
+        with self._sources.fetch(source) as fetched, self._converter.gguf(fetched) as path:
+            yield Content(source, fetched.digest, fetched.size_bytes), path
+
+    def _from_folder(self, name: str) -> Entry | None:
+        path = None if self._folder is None else self._folder.path_in_dir(name)
+        if path is None or name in self._catalogue.dropped:
+            return None
+        with self.fetched(str(path)) as (content, _):
+            try:
+                self._catalogue.change(Op.REGISTER, name, content=content)
+            except InvalidRequestError:  # another replica was first
+                self._catalogue.refresh()
+        return self._catalogue.entries.get(name)
+
+    def _shown(self, content: Content) -> Path:
+        if "://" not in content.source:
+            return Path(content.source)
+        last = urlsplit(redacted(content.source)).path.rstrip("/").rpartition("/")[2]
+        return self._nowhere / content.digest[:16] / (last or "adapter")
+
+
+def _no_header(path: Path, options: LoadOptions) -> AdapterHeader:
+    raise AssertionError("the folder is only listed")
