@@ -356,9 +356,10 @@ def test_folders_of_peft_are_served(tmp_path: Path) -> None:
         models = client.get(f"{one.url}/v1/models").json()["data"]
         assert {"plain", "n", "tales"} <= {model["id"] for model in models}
         body = {"prompt": "the thing", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        mixes: list[dict[str, Any]] = [{}, {"lora": []}, {"model": "n"}, {"model": "tales"}]
         texts = [
-            client.post(f"{one.url}/v1/completions", json=body | extra).json()["choices"][0]["text"]
-            for extra in ({}, {"lora": []}, {"model": "n"}, {"model": "tales"})
+            client.post(f"{one.url}/v1/completions", json=body | mix).json()["choices"][0]["text"]
+            for mix in mixes
         ]
         assert texts[2] == texts[3]
         assert len(set(texts)) == 3
