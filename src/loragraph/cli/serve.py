@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from loragraph.cli.serve_flags import ServeFlags, values
+from loragraph.errors import ConfigError
 
 
 def serve(**given: Any) -> None:
@@ -18,6 +19,7 @@ def serve(**given: Any) -> None:
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     # What these import would slow all other commands.
     if flags.ray:
+        _refuse_with_ray(flags)
         from loragraph.cli.serve_ray import ray_plan, run_ray
 
         schemes = values(flags.lora_scheme, "--lora-scheme")
@@ -30,6 +32,16 @@ def serve(**given: Any) -> None:
         from loragraph.cli.serving import run_server
 
         run_server(plan, config, console)
+
+
+def _refuse_with_ray(flags: ServeFlags) -> None:
+    """ConfigError for what replicas behind Ray's proxies do not have, lest it be passed over."""
+    for flag, value, hint in (
+        ("--api-prefix", flags.api_prefix, "let a proxy in front cut the prefix off"),
+        ("--slot-save-path", flags.slot_save_path, "each replica has slots and cells of its own"),
+    ):
+        if value:
+            raise ConfigError("expected none together with --ray", field=flag, hint=hint)
 
 
 # What typer reads: the flags stand in one place, with their types and defaults.
