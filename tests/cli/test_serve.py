@@ -200,6 +200,8 @@ def test_a_second_signal_ends_at_once(folder: Path, second: signal.Signals) -> N
         (("base.gguf", "--lora-dir", "nothing"), "--lora-dir"),
         (("base.gguf", "--slot-save-path", "nothing"), "--slot-save-path"),
         (("base.gguf", "--api-prefix", "llm/"), "api_prefix"),
+        (("base.gguf", "--ray", "--api-prefix", "/llm"), "--api-prefix: expected none"),
+        (("base.gguf", "--ray", "--slot-save-path", "adapters"), "--slot-save-path: expected none"),
         (("base.gguf", "-c", "-5"), "n_ctx"),
         (("base.gguf", "-np", "0"), "max_sequences"),
         (("base.gguf", "--port", "70000"), "--port"),
