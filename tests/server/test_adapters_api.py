@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -257,3 +258,28 @@ def test_a_file_that_changed_on_disk(served: Served, http: httpx.Client) -> None
     body = {"lora_name": "x", "lora_path": "alpha.gguf", "load_inplace": True}
     assert http.post(LOAD, json=body).status_code == 200
     assert text(http, "x") != before
+
+
+def test_prompts_of_one_request_use_one_generation(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many prompts those that are submitted after a swap use what the name meant before, too."""
+    http.post(LOAD, json={"lora_name": "x", "lora_path": "alpha.gguf"})
+    before = row(http, "x")["generation"]
+    submit = served.engine.arun
+    swapped: list[bool] = []
+
+    async def swap_then_submit(request: Any) -> Any:
+        if not swapped:
+            swapped.append(True)
+            beta = served.folder / "adapters" / "beta.gguf"
+            await asyncio.to_thread(served.engine.load_adapter, "x", beta)
+        return await submit(request)
+
+    monkeypatch.setattr(served.engine, "arun", swap_then_submit)
+    body = {"prompt": ["hello"] * 3, "model": "x", "max_tokens": 4, "temperature": 0}
+    answer = http.post("/v1/completions", json=body)
+
+    assert answer.status_code == 200, answer.text
+    used = {one["adapters"][0]["generation"] for one in answer.json()["choices"]}
+    assert used == {before} != {row(http, "x")["generation"]}

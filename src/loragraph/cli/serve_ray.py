@@ -151,6 +151,9 @@ def app_args(plan: Plan, config: ServerConfig, ray: RayPlan, own: Path) -> Any:
             "drain_timeout": plan.drain_timeout_s,
             "metrics": config.with_metrics,
             "slots": config.with_slots,
+            "slot_save_path": None
+            if config.slot_save_path is None
+            else config.slot_save_path.absolute(),
             "props": config.with_props,
             "page": config.with_page,
             "access_log": None if plan.access_log is None else plan.access_log.absolute(),

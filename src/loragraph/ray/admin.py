@@ -11,7 +11,13 @@ from loragraph.engine.engine import Engine
 from loragraph.engine.registry import check_name
 from loragraph.errors import CapacityError, InvalidRequestError, PermissionDeniedError
 from loragraph.ray.store import CatalogueStore, SharedCatalogue
-from loragraph.server.adapters_api import LoadBody, check_load, confined_path, loaded_already
+from loragraph.server.adapters_api import (
+    LoadBody,
+    check_folder,
+    check_load,
+    confined_path,
+    loaded_already,
+)
 from loragraph.server.state import ServerState
 
 
@@ -104,6 +110,8 @@ class CatalogueAdmin:
         scheme, colon, _ = given.partition("://")
         if not colon:
             path = confined_path(state.config.adapter_dir, given)
+            if path.is_dir():
+                check_folder(path, state.config.adapter_dir)
             state.sidecars.check(path)
             return str(path)
         if scheme not in self._schemes:

@@ -26,7 +26,7 @@ from loragraph.ray.forward import ACCEPTED, REFUSED
 from loragraph.ray.hint import Hint
 from loragraph.ray.options import AppArgs
 from loragraph.ray.running import run_app
-from loragraph.ray.store import CatalogueIds, CatalogueStore, Converter, SharedCatalogue
+from loragraph.ray.store import CatalogueIds, CatalogueStore, SharedCatalogue
 from loragraph.server.access_file import access_lines
 from loragraph.server.app import create_app
 from loragraph.server.metrics import ServerMetrics
@@ -65,8 +65,7 @@ class Member:
         model = await asyncio.to_thread(self._load)
         self._stack.callback(model.close)
         sources = Sources(self._args.source_options(), adapter_check(model.lib))
-        converter = Converter(model.path, folder, model.lib)
-        store = CatalogueStore(shared, sources, converter, self._args.lora_dir, folder / "remote")
+        store = CatalogueStore(shared, sources, self._args.lora_dir, folder / "remote")
         engine = await asyncio.to_thread(self._assemble, model, store)
         self._stack.callback(engine.close, drain=False)
         self._engine = engine

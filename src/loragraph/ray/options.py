@@ -70,6 +70,7 @@ class AppArgs(BaseModel):
     drain_timeout: Seconds = 30.0
     metrics: bool = False
     slots: bool = True
+    slot_save_path: Path | None = None  # of each machine
     props: bool = False
     page: bool = True
     access_log: Path | None = None  # a file of each node
@@ -132,6 +133,7 @@ class AppArgs(BaseModel):
             send_timeout_s=self.send_timeout,
             sse_ping_interval_s=self.sse_ping_interval,
             with_metrics=self.metrics,
+            slot_save_path=self.slot_save_path,
             with_slots=self.slots,
             with_props=self.props,
             with_page=self.page,

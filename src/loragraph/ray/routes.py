@@ -38,7 +38,8 @@ def may_repeat(method: str, path: str) -> bool:
 
 def sticky_word(path: str) -> str:
     """One word for routes whose answers make sense only from the same replica."""
-    return "figures" if path in _ONE_REPLICA else ""
+    one = path in _ONE_REPLICA or path.startswith("/slots/")
+    return "figures" if one else ""
 
 
 class Tail:

@@ -1,27 +1,21 @@
-"""The catalogue's adapters for a replica's engine: found by name, fetched, converted, numbered."""
+"""The catalogue's adapters for a replica's engine: found by name, fetched, numbered."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import OrderedDict
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from loragraph.adapters.convert import convert
-from loragraph.cluster.cache import Fetched
 from loragraph.cluster.catalogue import Entry, Op
 from loragraph.cluster.catalogue_copy import CatalogueCopy
 from loragraph.cluster.content import Content, redacted
 from loragraph.cluster.sources import Sources
 from loragraph.engine.registry import AdapterHeader, LoadOptions, Registry, Stored
 from loragraph.errors import InvalidRequestError
-from loragraph.ggml.lib import Library
 
-_MAX_CONVERTED = 64
 T = TypeVar("T")
 
 
@@ -86,36 +80,6 @@ class CatalogueIds:
         return name
 
 
-class Converter:
-    """Fetched adapters as GGUF files: PEFT folders are converted for the base, the last kept."""
-
-    def __init__(self, base: Path, folder: Path, lib: Library) -> None:
-        """`folder`: this replica's own, which the caller removes."""
-        self._base = base
-        self._folder = folder
-        self._lib = lib
-        self._lock = threading.Lock()
-        self._files: OrderedDict[str, Path] = OrderedDict()
-
-    @contextmanager
-    def gguf(self, fetched: Fetched) -> Iterator[Path]:
-        """The file, there until the context is left; raises what convert() raises."""
-        if not fetched.path.is_dir():
-            yield fetched.path
-            return
-        with self._lock:  # one conversion at a time: each holds whole tensors
-            path = self._files.pop(fetched.digest, None)
-            if path is None:
-                target = self._folder / f"{fetched.digest}.gguf"
-                path = convert(fetched.path, self._base, target, lib=self._lib)[0]
-            self._files[fetched.digest] = path
-            if len(self._files) > _MAX_CONVERTED:
-                self._files.popitem(last=False)[1].unlink(missing_ok=True)
-            file = path.open("rb")  # it can be read to its end even if it is removed meanwhile
-        with file:
-            yield path
-
-
 class CatalogueStore:
     """See engine.registry.Store. A file of the folder enters the catalogue when it is asked for."""
 
@@ -123,14 +87,12 @@ class CatalogueStore:
         self,
         catalogue: SharedCatalogue,
         sources: Sources,
-        converter: Converter,
         folder: Path | None,
         nowhere: Path,
     ) -> None:
         """`nowhere`: a path that never exists, under which fetched adapters are shown."""
         self._catalogue = catalogue
         self._sources = sources
-        self._converter = converter
         self._folder = None if folder is None else Registry(_no_header, folder)
         self._nowhere = nowhere
 
@@ -160,20 +122,17 @@ class CatalogueStore:
 
     @contextmanager
     def opened(self, entry: Entry) -> Iterator[Path]:
-        """The GGUF file of an entry, verified; fetched where it is not in the cache."""
+        """An entry's file or folder, verified; fetched where it is not in the cache."""
         content = entry.content
         found = self._sources.cached(content.digest)
-        with (
-            found or self._sources.fetch(content.source, content.digest) as fetched,
-            self._converter.gguf(fetched) as path,
-        ):
-            yield path
+        with found or self._sources.fetch(content.source, content.digest) as fetched:
+            yield fetched.path
 
     @contextmanager
     def fetched(self, source: str) -> Iterator[tuple[Content, Path]]:
-        """What a source has now: content for the catalogue, and its GGUF file."""
-        with self._sources.fetch(source) as fetched, self._converter.gguf(fetched) as path:
-            yield Content(source, fetched.digest, fetched.size_bytes), path
+        """What a source has now: content for the catalogue, and its file or folder."""
+        with self._sources.fetch(source) as fetched:
+            yield Content(source, fetched.digest, fetched.size_bytes), fetched.path
 
     def _from_folder(self, name: str) -> Entry | None:
         path = None if self._folder is None else self._folder.path_in_dir(name)

@@ -177,7 +177,7 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
     old = engine.registry.current().get(name)
     loaded = old is not None and not body.load_inplace
     if path.is_dir():
-        _check_folder(path, state.config.adapter_dir)
+        check_folder(path, state.config.adapter_dir)
     if loaded:
         raise loaded_already(name)
     if old is not None:
@@ -191,7 +191,7 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
         raise
 
 
-def _check_folder(folder: Path, root: Path | None) -> None:
+def check_folder(folder: Path, root: Path | None) -> None:
     """InvalidRequestError for a folder that is no adapter's, or whose links lead out of ours."""
     assert root is not None  # confined_path() came before
     problem = None if is_adapter_folder(folder) else f"no {CONFIG}"
