@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ from loragraph import (
 from loragraph.adapters.draft import read_draft
 from loragraph.adapters.folder import folder_draft
 from loragraph.adapters.gguf import check_adapter, memory_of, read_adapter
-from loragraph.errors import AdapterFormatError, ConfigError, UnsupportedError
+from loragraph.errors import AdapterFormatError, BackendError, ConfigError, UnsupportedError
 from loragraph.ggml.gguf import GGUFFile
 from loragraph.ggml.lib import Library
 from loragraph.tools.inspect import inspect_file, read_base_info
@@ -207,6 +209,22 @@ def test_pickled_weights_are_never_read_on_the_way(lib: Library, tmp_path: Path)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(UnsupportedError, match=r"old.*pickled.*convert"):
         read_adapter(lib, folder, read_base_info(lib, BASE))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["no such place", "disk full"])
+def test_without_a_place_for_the_temporary_file(
+    full: bool, lib: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is the machine's, names the folder, and leaves nothing behind."""
+    place = tmp_path / "temporary"
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    if full:
+        place.mkdir()
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(os, "replace", lambda *_paths: (_ for _ in ()).throw(error))
+    with pytest.raises(BackendError, match=f"{FOLDER}.*no place for a temporary file"):
+        read_adapter(lib, FOLDER, read_base_info(lib, BASE))
+    assert not full or list(place.iterdir()) == []
 
 
 def test_a_folder_for_a_split_base(lib: Library, temporary: Path, tmp_path: Path) -> None:

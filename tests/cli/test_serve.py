@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -27,6 +28,7 @@ from loragraph.cli import main as cli
 from loragraph.cli import serve_options
 from loragraph.cli.serve_plan import ServedAdapter, served_adapters
 from loragraph.errors import ConfigError, LoragraphError
+from tests.adapters.convert.test_golden import GOLDEN, base_of
 from tests.server.serving import write_files
 from tests.tiny import TinyLlama
 
@@ -198,6 +200,8 @@ def test_a_second_signal_ends_at_once(folder: Path, second: signal.Signals) -> N
         (("base.gguf", "--lora-dir", "nothing"), "--lora-dir"),
         (("base.gguf", "--slot-save-path", "nothing"), "--slot-save-path"),
         (("base.gguf", "--api-prefix", "llm/"), "api_prefix"),
+        (("base.gguf", "--ray", "--api-prefix", "/llm"), "--api-prefix: expected none"),
+        (("base.gguf", "--ray", "--slot-save-path", "adapters"), "--slot-save-path: expected none"),
         (("base.gguf", "-c", "-5"), "n_ctx"),
         (("base.gguf", "-np", "0"), "max_sequences"),
         (("base.gguf", "--port", "70000"), "--port"),
@@ -340,6 +344,30 @@ def test_a_folder_is_called_by_its_whole_name(
     for given in (str(folder), ".", f"{folder}/"):
         (one,) = served_adapters([given], [], None)
         assert one == ServedAdapter("tales-3.1", given, 1.0)
+
+
+def test_folders_of_peft_are_served(tmp_path: Path) -> None:
+    """In --lora, with and without a name, and in --lora-dir; what is wrong with one names it."""
+    shutil.copy(base_of("plain"), tmp_path / "base.gguf")
+    shutil.copytree(GOLDEN / "plain", tmp_path / "plain")
+    shutil.copytree(GOLDEN / "norms", tmp_path / "dir" / "tales")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    flags = ("--lora", "plain", "--lora", "n=dir/tales", "--lora-dir", "dir")
+    with serve(tmp_path, *flags, TMPDIR=str(temporary)) as one, httpx.Client(timeout=60) as client:
+        models = client.get(f"{one.url}/v1/models").json()["data"]
+        assert {"plain", "n", "tales"} <= {model["id"] for model in models}
+        body = {"prompt": "the thing", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        mixes: list[dict[str, Any]] = [{}, {"lora": []}, {"model": "n"}, {"model": "tales"}]
+        texts = [
+            client.post(f"{one.url}/v1/completions", json=body | mix).json()["choices"][0]["text"]
+            for mix in mixes
+        ]
+        assert texts[2] == texts[3]
+        assert len(set(texts)) == 3
+        assert list(temporary.iterdir()) == []
+    (tmp_path / "plain" / "adapter_model.safetensors").unlink()
+    assert "plain: expected the weights" in refused(tmp_path, "base.gguf", "--lora", "plain")
 
 
 def test_two_adapters_of_one_name() -> None:

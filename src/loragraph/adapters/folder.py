@@ -53,7 +53,10 @@ def gguf_file(
     with folder as name:
         file = Path(name) / "adapter.gguf"
         with _naming(path):
-            write_plan(plan, file, "f32", Path(path).resolve().name)
+            try:
+                write_plan(plan, file, "f32", Path(path).resolve().name)
+            except ConfigError as exc:  # the output is ours, not one that somebody chose
+                raise BackendError(f"no place for a temporary file: {exc.message}") from exc
         yield file
 
 
