@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
+import loragraph.ray
 from loragraph.cli.serve_plan import Plan, ServedAdapter
 from loragraph.cli.serve_ray import RayPlan, Stop, app_args, ray_plan
 from loragraph.errors import ConfigError
@@ -171,9 +173,20 @@ def test_keys_are_not_shown(tmp_path: Path) -> None:
 
 def test_an_access_log_is_a_file(tmp_path: Path) -> None:
     """Replicas have no standard output that anybody reads."""
+    with pytest.raises(ConfigError, match="--access-log"):
+        app_args(plan(access_log=Path("-")), ServerConfig(), many(), tmp_path)
+
+
+def test_without_ray_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line."""
     write_files(tmp_path)
-    message = refused(tmp_path, "base.gguf", "--ray", "--access-log", "-", "--port", "0")
-    assert "--access-log" in message
+    monkeypatch.delitem(sys.modules, "loragraph.ray.local", raising=False)
+    monkeypatch.delattr(loragraph.ray, "local", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    message = refused(tmp_path, "base.gguf", "--ray", "--port", "0")
+    assert "pip install 'loragraph[ray]'" in message
 
 
 def test_signals_before_and_after_the_start() -> None:
