@@ -268,7 +268,7 @@ def test_a_killed_replica_loses_only_its_running_streams(
             response.close()
         else:
             homes[home] = response
-    (victim, lost), (_, other) = homes.items()
+    (_, other), (victim, lost) = homes.items()  # the younger is far from its end
     kill_replica(victim)
     cut = [line for line in lost.iter_lines() if line]
     whole = [line for line in other.iter_lines() if line]

@@ -94,7 +94,7 @@ class Exchange:
 
     async def run(self, parsed: Any = None) -> None:
         """To its end."""
-        request = Forwarded(self._scope, b"{}", parsed, Hint("r"))
+        request = Forwarded(self._scope, self._scope["path"], b"{}", parsed, Hint("r"))
         await self.forwarder.serve(request, self._receive, self._send)
 
     @property

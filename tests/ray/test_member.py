@@ -285,6 +285,28 @@ def test_keys_and_limits_hold_at_the_front(tmp_path: Path) -> None:
     run(keyed, test)
 
 
+def test_all_routes_below_a_prefix(tmp_path: Path) -> None:
+    """Those about the whole too; what is outside of it is a 404 for both."""
+    write_files(tmp_path)
+
+    async def test(fleet: Fleet, http: httpx.AsyncClient) -> None:
+        body = {"prompt": "hello", "max_tokens": 2}
+        asked = [
+            (200, await http.post("/llm/v1/completions", json=body)),
+            (200, await http.get("/llm/health")),
+            (200, await http.get("/llm/metrics")),
+            (200, await http.get("/llm/replicas")),
+            (404, await http.post("/v1/completions", json=body)),
+            (404, await http.get("/health")),
+            (404, await http.get("/llm/nothing")),
+        ]
+        assert [answer.status_code for _, answer in asked] == [status for status, _ in asked]
+        assert (await http.get("/llm/slots")).status_code == 200
+        assert fleet.hints[-1].sticky == "figures"
+
+    run(app_args(tmp_path, api_prefix="/llm"), test)
+
+
 def test_the_routers_knowledge_of_residents(args: AppArgs) -> None:
     """Reports name what is in memory with its generation, and the load."""
 

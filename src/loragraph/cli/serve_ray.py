@@ -139,6 +139,7 @@ def app_args(plan: Plan, config: ServerConfig, ray: RayPlan, own: Path) -> Any:
             "threads": threads,
             "cpus_per_replica": float(threads),
             "alias": config.aliases,
+            "api_prefix": config.api_prefix,
             "api_keys": config.api_keys,
             "admin_keys": config.admin_keys,
             "allowed_hosts": config.allowed_hosts,

@@ -61,6 +61,7 @@ class Forwarded:
     """A request that was read as a whole."""
 
     scope: Scope
+    path: str  # without what the scope's may begin with
     body: bytes
     parsed: Any  # of the body; None where it is no JSON
     hint: Hint
@@ -94,7 +95,7 @@ class Forwarder:
 
     async def _tries(self, request: Forwarded, receive: Receive, send: Send) -> None:
         hint, scope = request.hint, request.scope
-        repeatable = may_repeat(scope["method"], scope["path"])
+        repeatable = may_repeat(scope["method"], request.path)
         for number in range(self._max_tries):
             self.counts.n_retries += number > 0
             attempt = _Attempt(request, send)
@@ -178,9 +179,7 @@ class _Attempt:
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._start is not None:
             start, self._start = self._start, None
-            self._tail = tail_of(
-                self._request.scope["path"], start["headers"], self._request.parsed
-            )
+            self._tail = tail_of(self._request.path, start["headers"], self._request.parsed)
             self.started = True
             await self._send(start)
         self._ended = self._ended or not more

@@ -29,6 +29,7 @@ from loragraph.server.config import ServerConfig
 from loragraph.server.errors import ApiError
 from loragraph.server.gate import Gate
 from loragraph.server.metrics import CONTENT_TYPE
+from loragraph.server.prefix import route_path
 from loragraph.server.routing import discard_body, parse_json
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -64,12 +65,25 @@ class Front:
         if size > MAX_HEADER_BYTES:
             error = ApiError(431, f"expected headers of at most {MAX_HEADER_BYTES} bytes")
             await error.response(scope, receive, send)
-        elif scope["path"] in routes.WHOLE and scope["method"] in ("GET", "HEAD"):
-            await self._gate(scope, receive, send)
+            return
+        root, path = self._split(scope)
+        if path in routes.WHOLE and scope["method"] in ("GET", "HEAD"):
+            await self._gate({**scope, "root_path": root}, receive, send)
         else:
-            await self._send_on(scope, receive, send)
+            await self._send_on(scope, path, receive, send)
 
-    async def _send_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _split(self, scope: Scope) -> tuple[str, str]:
+        """What a path begins with, of an ASGI server and of --api-prefix; the rest of it.
+
+        What is outside of the prefix is no route of the whole; the replicas say 404.
+        """
+        path, root, prefix = route_path(scope), scope.get("root_path", ""), self._config.api_prefix
+        if not prefix:
+            return root, path
+        inside = path.startswith(f"{prefix}/")
+        return (root + prefix, path[len(prefix) :]) if inside else (root, "")
+
+    async def _send_on(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
         plain = plain_scope(scope)
         plain["headers"] = list(scope["headers"])
         headers = MutableHeaders(scope=plain)
@@ -86,11 +100,11 @@ class Front:
         except StaleCatalogueError as error:
             await ApiError(503, error.message).response(scope, receive, send)
             return
-        hint = self._hint(scope, request_id, parsed, catalogue)
-        await self._forwarder.serve(Forwarded(plain, body, parsed, hint), receive, send)
+        hint = self._hint(path, request_id, parsed, catalogue)
+        await self._forwarder.serve(Forwarded(plain, path, body, parsed, hint), receive, send)
 
-    def _hint(self, scope: Scope, request_id: str, parsed: Any, catalogue: Catalogue) -> Hint:
-        word = routes.sticky_word(scope["path"])
+    def _hint(self, path: str, request_id: str, parsed: Any, catalogue: Catalogue) -> Hint:
+        word = routes.sticky_word(path)
         if word:
             return Hint(request_id, catalogue.version, sticky=word)
         return hint_of(request_id, parsed, catalogue, self._config.aliases)
@@ -129,7 +143,7 @@ class Front:
         await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        path = request.url.path
+        path = route_path(request.scope)
         if path in (routes.METRICS, routes.REPLICA_METRICS) and not self._config.with_metrics:
             raise ApiError(
                 501, "This server does not support metrics endpoint. Start it with `--metrics`"

@@ -32,6 +32,9 @@ from loragraph.server.app import create_app
 from loragraph.server.metrics import ServerMetrics
 from loragraph.server.state import Phase, ServerState
 
+_TOGETHER_S = 0.05
+"""For which the word that a request was accepted waits for the beginning of its answer."""
+
 
 class Member:
     """A replica; open() it, and close() it. Belongs to one event loop."""
@@ -98,12 +101,22 @@ class Member:
         except StaleCatalogueError as error:
             yield [{"type": REFUSED, "replica": self.id, "reason": error.message}]
             return
-        yield [{"type": ACCEPTED, "replica": self.id}]
+        accepted: Message = {"type": ACCEPTED, "replica": self.id}
         answer = run_app(self._app, scope, body)
+        first = asyncio.ensure_future(_next(answer))
         try:
+            # Each batch is a message of Ray's, so a quick answer's first one has both.
+            await asyncio.wait({first}, timeout=_TOGETHER_S)
+            if first.done():
+                yield [accepted, *first.result()]
+            else:
+                yield [accepted]
+                yield await first
             async for batch in answer:
                 yield batch
         finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
             await answer.aclose()
 
     @property
@@ -207,6 +220,13 @@ class Member:
                     engine.pin(row.name)
                 elif row.pinned and not pinned:
                     engine.unpin(row.name)
+
+
+async def _next(answer: AsyncGenerator[list[Message], None]) -> list[Message]:
+    """The next batch; [] after the last."""
+    async for batch in answer:
+        return batch
+    return []
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:

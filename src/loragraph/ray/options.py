@@ -58,6 +58,7 @@ class AppArgs(BaseModel):
     threads: Positive | None = None  # None: cpus_per_replica, at least one
 
     alias: tuple[str, ...] = ()
+    api_prefix: str = ""  # below which all routes are: /llm
     api_keys: tuple[str, ...] = Field((), repr=False)
     admin_keys: tuple[str, ...] = Field((), repr=False)
     allowed_hosts: tuple[str, ...] = ()
@@ -122,6 +123,7 @@ class AppArgs(BaseModel):
         """What the routes are told; ConfigError for what cannot be."""
         return ServerConfig(
             aliases=self.base_names,
+            api_prefix=self.api_prefix,
             api_keys=self.api_keys,
             admin_keys=self.admin_keys,
             allowed_hosts=self.allowed_hosts,
