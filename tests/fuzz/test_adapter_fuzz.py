@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,3 +83,26 @@ def test_count_that_promises_gigabytes(worker: Worker, tmp_path: Path) -> None:
         file.write(head)
         file.truncate(20 << 30)
     assert worker.check(path) == "ok GGUFError"
+
+
+def test_slow_and_hanging_children_are_findings(tmp_path: Path) -> None:
+    """Both in processor time: a machine that is busy otherwise makes no finding."""
+    folder = tmp_path / "children"
+    folder.mkdir()
+    (folder / "slow_child.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from tests.fuzz import worker\n"
+        "def check(path: Path) -> str:\n"
+        "    seconds, start = float(path.name), time.process_time()\n"
+        "    while time.process_time() - start < seconds:\n"
+        "        pass\n"
+        "    return 'ok'\n"
+        "worker.SLOW_S, worker.HANG_S = 0.2, 1\n"
+        "worker.serve(check)\n"
+    )
+    with Worker("slow_child", folder) as child:
+        assert child.check(Path("0")) == "ok"
+        assert child.check(Path("0.4")) == "BUG: more than 0.2 s"
+        assert child.check(Path("60")) == f"BUG: the process ended with status {-signal.SIGPROF}"
+        assert child.check(Path("0")) == "ok"

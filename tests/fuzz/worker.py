@@ -7,6 +7,7 @@ as a missing answer, so it cannot pass unnoticed.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import signal
 import subprocess
@@ -20,16 +21,19 @@ from types import TracebackType
 from typing import Self
 
 MEMORY_BYTES = 1 << 30  # address space beyond what the libraries take
-SLOW_S = 5.0
-HANG_S = 30
+SLOW_S = 5.0  # of processor time: what else runs on the machine is no finding
+HANG_S = 30  # of processor time, in C code too
+SLEEP_S = 600  # of the clock, for what waits and computes nothing
 
 
 class Worker:
     """The other end: a child process that is restarted after it died."""
 
-    def __init__(self, module: str = "tests.fuzz.worker") -> None:
-        """`module` is what the child runs: its main calls `serve`."""
+    def __init__(self, module: str = "tests.fuzz.worker", folder: Path | None = None) -> None:
+        """`module` is what the child runs, from `folder` too: its main calls `serve`."""
         self._module = module
+        paths = [*filter(None, sys.path), *([] if folder is None else [str(folder)])]
+        self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self._child = self._start()
 
     def __enter__(self) -> Self:
@@ -45,7 +49,6 @@ class Worker:
         """The worker's answer about one file; "BUG …" where it died or took too long."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        start = time.monotonic()
         with suppress(BrokenPipeError):  # it died before: then there is no answer either
             self._child.stdin.write(f"{path}\n")
             self._child.stdin.flush()
@@ -55,8 +58,6 @@ class Worker:
             self._child.communicate()
             self._child = self._start()
             return f"BUG: the process ended with status {status}"
-        if time.monotonic() - start > SLOW_S:
-            return f"BUG: more than {SLOW_S} s"
         return answer
 
     def _start(self) -> subprocess.Popen[str]:
@@ -66,6 +67,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=self._env,
         )
 
 
@@ -76,11 +78,16 @@ def serve(check: Callable[[Path], str]) -> None:
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
     for line in sys.stdin:
-        signal.alarm(HANG_S)  # its default action ends the process, inside C code too
+        # The default action of both ends the process, inside C code too.
+        signal.setitimer(signal.ITIMER_PROF, HANG_S)
+        signal.alarm(SLEEP_S)
+        start = time.process_time()
         try:
             answer = check(Path(line.removesuffix("\n")))
         except Exception:  # noqa: BLE001 - whatever comes is the finding
             answer = "BUG: " + " | ".join(traceback.format_exc().splitlines()[-6:])
+        if time.process_time() - start > SLOW_S:
+            answer = f"BUG: more than {SLOW_S} s"
         sys.stdout.write(" ".join(answer.split()) + "\n")
         sys.stdout.flush()
 
