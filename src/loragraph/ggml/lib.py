@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,14 +38,6 @@ _LOG_CONTINUES = 5
 
 _PROBE_NE = (7, 5, 3, 2)
 
-_SPINS = ("GOMP_SPINCOUNT", "500")
-"""How often a thread of ggml looks whether the others have come before it sleeps.
-
-libgomp's own 300,000 are milliseconds. Where anything else wants a core, a thread that has lost its
-core is waited for by threads that spend their own share of time on it, hundreds of times a token:
-decoding on two busy cores became ten times slower. Threads of an idle machine come sooner.
-"""
-
 
 class Library:
     """The opened native library: `ffi` and `c`, through which every C call goes.
@@ -61,9 +52,7 @@ class Library:
         try:
             # libggml first, as llama_cpp itself does: libllama's own dependency is then resolved
             # by its SONAME to this very object, whichever of the two packages is imported first.
-            with _short_waits():  # ggml brings libgomp, which reads it now and never again
-                libggml = self.ffi.dlopen(str(_shared(folder, "ggml")), _global_flags(self.ffi))
-            self._libggml = libggml
+            self._libggml = self.ffi.dlopen(str(_shared(folder, "ggml")), _global_flags(self.ffi))
             self.c: Any = self.ffi.dlopen(str(_shared(folder, "llama")), _global_flags(self.ffi))
         except OSError as exc:
             raise BackendError(
@@ -146,20 +135,6 @@ class Library:
                 f"struct ggml_tensor of ggml {self.version} in {self.folder} has another layout",
                 hint=f"supported: ggml {SUPPORTED_GGML[0]} to {SUPPORTED_GGML[-1]}",
             )
-
-
-@contextmanager
-def _short_waits() -> Iterator[None]:
-    """`_SPINS` in the environment, unless the user has chosen how OpenMP waits."""
-    name, value = _SPINS
-    if name in os.environ or "OMP_WAIT_POLICY" in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def load_library(folder: Path | None = None) -> Library:
