@@ -595,3 +595,21 @@ def test_fault_7_an_empty_list_means_the_base() -> None:
     empty, zero = engine.generate(PROMPT, {}), engine.generate(PROMPT, {"a": 0.0})
     assert empty.text == zero.text == cold((PROMPT, {}))
     assert (empty.n_cached, zero.n_cached) == (0, len(PROMPT) - 1)
+
+
+def test_a_choice_that_ends_before_its_job_frees_its_seat() -> None:
+    """It kept it until the job ended: with all seats in use the next request ended the engine."""
+    engine = FakeEngine(max_sequences=2)
+    engine.submit(PROMPT, {}, max_tokens=20)
+    second = engine.submit([*PROMPT, 1], {}, max_tokens=20)
+    for _ in range(3):
+        engine.step()
+    first, _ = engine.core.scheduler.running
+    engine.core.scheduler.finish(first, "stop")  # as of one of several choices
+    third = engine.submit([*PROMPT, 2], {}, max_tokens=20)
+    for _ in range(3):
+        engine.step()
+    assert len(engine.core.seats) == len(engine.core.scheduler.running) == 2
+    assert engine.core.seats.of(first) is None
+    while not (second.ended and third.ended):
+        engine.step()

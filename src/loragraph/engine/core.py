@@ -150,10 +150,11 @@ class EngineCore:
         self._admit()
         self.residency.sync()
         plan = self.scheduler.schedule()
+        running = set(self.scheduler.running)
+        self.seats.keep(running)  # first: who was admitted may need a seat of these
         for sequence in plan.admitted:
-            self.seats.take(sequence)
-        for sequence in plan.preempted:  # by those that were admitted before, or one of these
-            self.seats.leave(sequence)
+            if sequence in running:  # not preempted again at once
+                self.seats.take(sequence)
         if not plan.chunks:
             return bool(plan.preempted)
         try:

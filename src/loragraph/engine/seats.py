@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from loragraph.engine.prefix_tree import Part
@@ -38,6 +39,11 @@ class Seats:
         if seat is not None:
             heapq.heappush(self._free, seat)
             self._last[seat] = _tokens_of(sequence)
+
+    def keep(self, running: Collection[Sequence]) -> None:
+        """All others leave: they were preempted, or ended before the other choices of their job."""
+        for sequence in [one for one in self._of if one not in running]:
+            self.leave(sequence)
 
     def of(self, sequence: Sequence | None) -> int | None:
         """Its number; None for one that does not run."""
