@@ -5,7 +5,7 @@ the times stand bytes of weights and operations a second, and what the machine r
 (kernel_harness.c). Medians of several passes, the two in turns. With one thread, its processor
 time, so that a busy machine can be used.
 
-    python benchmarks/kernel_product.py [--threads 2] [--layers 30] [--type f16] [--rows 1 8 32]
+    python benchmarks/kernel_product.py [--threads 2] [--layers 30] [--type q4_0] [--rows 1 8 32]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from loragraph.ggml.handles import (
     F16,
     F32,
     I8,
+    Q4_0,
     Q8_0,
     Buffer,
     CpuBackend,
@@ -35,8 +36,9 @@ from loragraph.ggml.handles import (
     data_address,
     memory,
 )
-from loragraph.ggml.lib import load_library
+from loragraph.ggml.lib import Library, load_library
 from loragraph.ggml.ops import Ops
+from loragraph.kernels.library import dispatch
 from loragraph.kernels.product import (
     F16ProductNode,
     Layout,
@@ -44,8 +46,11 @@ from loragraph.kernels.product import (
     ProductNode,
     quantized_size,
 )
+from loragraph.model.weights import extra_buffer_types
 
-TYPES = {"f16": F16, "q8_0": Q8_0}
+TYPES = {"f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
+LAYOUTS = {Q8_0: Layout.Q8_0, Q4_0: Layout.Q4_0X8}  # ggml repacks Q4_0
+BLOCK_BYTES = {F16: 64, Q8_0: 34, Q4_0: 18}  # of 32 values
 N_EMBD, N_KV, N_FF = 576, 192, 1536
 # Of a layer, (n_in, n_out of each weight that reads the same x).
 LAYER = (
@@ -74,16 +79,16 @@ class Bench:
         shapes = [(n_in, n_out) for n_in, n_outs in LAYER for n_out in n_outs]
         self.ctx = TensorContext(lib, n_layers * len(shapes))
         self.weights = [[self.ctx.new_tensor(type_, ne) for ne in shapes] for _ in range(n_layers)]
-        self.buffer = Buffer.for_tensors(self.ctx)
+        buft = repacking_type(lib, self.backend) if type_ == Q4_0 else None
+        self.buffer = Buffer.for_tensors(self.ctx, buft)
         rng = np.random.default_rng(0)
         for index, (n_in, n_out) in enumerate(shapes):
             values = rng.standard_normal((n_out, n_in), np.float32) * np.float32(0.02)
             data = quants.quantize(values, GGMLQuantizationType(type_)).tobytes()
             for layer in self.weights:
-                lib.ffi.memmove(layer[index].ptr.data, data, len(data))
+                lib.c.ggml_backend_tensor_set(layer[index].ptr, data, 0, len(data))
         n_values = n_layers * sum(n_in * n_out for n_in, n_out in shapes)
-        block = 32 if type_ == Q8_0 else 1
-        self.n_bytes = n_values // block * (34 if type_ == Q8_0 else 2)
+        self.n_bytes = n_values // 32 * BLOCK_BYTES[type_]
         self.n_flop = 2 * n_values
         self.kept: list[Any] = []
 
@@ -110,7 +115,7 @@ class Bench:
         return graph, y
 
     def kernel_graph(self, n_rows: int) -> Any:
-        """With the native nodes; x of Q8_0 is quantised once for the weights that follow it."""
+        """With the native nodes; for int8, x is quantised once for the weights that follow."""
         products: list[Bound] = []
         inputs: list[Bound] = []
 
@@ -127,7 +132,7 @@ class Bench:
                 done = ops.custom(I8, size, [x], source.function, source.userdata)
                 inputs.append(Bound(source, x, done))
             done = inputs[-1].y
-            product = ProductNode(inputs[-1].node, data_address(w), Layout.Q8_0, n_out)
+            product = ProductNode(inputs[-1].node, data_address(w), LAYOUTS[self.type], n_out)
             y = ops.custom(F32, (n_out, n_rows), [done], product.function, product.userdata)
             products.append(Bound(product, x, y))
             return y
@@ -149,6 +154,12 @@ class Bench:
         start = clock()
         self.backend.compute(graph)
         return clock() - start
+
+
+def repacking_type(lib: Library, backend: CpuBackend) -> Any:
+    """The buffer type in which ggml repacks Q4_0."""
+    (found, *_) = extra_buffer_types(lib, lib.c.ggml_backend_get_device(backend.ptr))
+    return found
 
 
 def report(bench: Bench, n_rows: int, repeats: int) -> None:
@@ -186,7 +197,8 @@ def main() -> None:
             memory(w.ptr.data, w.ptr.nb[1] * w.ne[1]) for layer in bench.weights for w in layer
         ]
         read = statistics.median(time_read(harness, blocks, arguments.threads) for _ in range(7))
-        peak = statistics.median(harness.lib.bench_fma(2_000_000, 16) for _ in range(7))
+        width = 16 if dispatch() == "avx512" else 8
+        peak = statistics.median(harness.lib.bench_fma(2_000_000, width) for _ in range(7))
     print(f"{arguments.type}, {arguments.threads} threads: read-only stream")
     print(f"  {bench.n_bytes / read / 1e9:.1f} GB/s, FMA in registers", end=" ")
     print(f"{arguments.threads * peak / 1e9:.0f} GFLOP/s")

@@ -10,13 +10,13 @@ from gguf import GGMLQuantizationType
 
 from loragraph import Context, Model
 from loragraph.graph import products
-from loragraph.kernels.product import Layout, products_supported
+from loragraph.kernels.library import forced_dispatch
+from loragraph.kernels.product import Layout, min_rows
 from tests.reference.llama import ReferenceLlama
 from tests.tiny import TinyLlama
 
-pytestmark = pytest.mark.skipif(not products_supported(), reason="needs AVX512-VNNI")
-
 TOKENS = list(range(1, 12))
+LAYOUTS = {"Q4_0": Layout.Q4_0X8, "Q8_0": Layout.Q8_0, "F16": Layout.F16}
 
 
 @pytest.fixture(scope="module", params=["Q4_0", "Q8_0", "F16"])
@@ -33,11 +33,18 @@ def layouts(model: Model) -> dict[str, Layout]:
 
 def test_layouts(base: Path) -> None:
     """All linear weights of Q4_0, repacked, of plain Q8_0 and of F16, and no token table."""
+    layout = LAYOUTS[base.stem]
     with Model.load(base) as model:
         found = layouts(model)
         linear = {name for name in model.weights.by_name if "norm" not in name}
-    layout = {"Q4_0": Layout.Q4_0X8, "Q8_0": Layout.Q8_0, "F16": Layout.F16}[base.stem]
-    assert found == dict.fromkeys(linear - {"token_embd.weight"}, layout)
+    expected = linear - {"token_embd.weight"} if min_rows(layout) else set()
+    assert found == dict.fromkeys(expected, layout)
+
+
+def test_without_a_kernel_all_is_ggmls(base: Path) -> None:
+    """An instruction set without products leaves them to ggml."""
+    with forced_dispatch("portable"), Model.load(base) as model:
+        assert layouts(model) == {}
 
 
 def test_plain_q4_0_is_ggmls(tmp_path: Path) -> None:
@@ -69,7 +76,8 @@ def test_ggmls_numbers(base: Path, n_tokens: int) -> None:
     ours, ggmls = logits["routed"], logits["branch"]
 
     f16 = base.stem == "F16"
-    used = n_tokens >= (products.F16_MIN_ROWS if f16 else products.MIN_ROWS)
+    least = min_rows(LAYOUTS[base.stem])
+    used = 0 < least <= n_tokens
     if base.stem != "Q4_0" and used:
         # Q8_0: a rounding of x to 8 bits may flip.
         assert 0 < np.abs(ours - ggmls).max() < (0.02 if f16 else 0.05)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import gguf
 import numpy as np
 import pytest
@@ -10,19 +12,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from loragraph.kernels.library import ffi, lib
+from loragraph.kernels.library import ffi, forced_dispatch, instruction_sets, lib
 from loragraph.kernels.product import (
     Layout,
     ProductInputNode,
     ProductNode,
-    products_supported,
+    min_rows,
     quantized_size,
 )
 
-pytestmark = pytest.mark.skipif(not products_supported(), reason="needs AVX512-VNNI")
-
 F32 = NDArray[np.float32]
 TYPES = {Layout.Q4_0X8: GGMLQuantizationType.Q4_0, Layout.Q8_0: GGMLQuantizationType.Q8_0}
+
+
+def kernels() -> Iterator[tuple[str, Layout]]:
+    """The instruction sets of this CPU, with the layouts that each multiplies."""
+    for name in instruction_sets():
+        with forced_dispatch(name):
+            yield from [(name, layout) for layout in TYPES if min_rows(layout)]
+
+
+@pytest.fixture(
+    scope="module", params=list(kernels()), ids=lambda kernel: "-".join(map(str, kernel))
+)
+def layout(request: pytest.FixtureRequest) -> Iterator[Layout]:
+    """A layout, with an instruction set that multiplies it in force; none: the test is skipped."""
+    name, layout = request.param
+    with forced_dispatch(name):
+        yield layout
 
 
 def product(w: NDArray[np.uint8], layout: Layout, n_out: int, x: F32, n_threads: int = 1) -> F32:
@@ -82,7 +99,6 @@ def expected(integers: NDArray[np.int64], d: F32, x: F32) -> F32:
     return y
 
 
-@pytest.mark.parametrize("layout", TYPES)
 @pytest.mark.parametrize("n_in", [32, 96, 1024, 1056, 2080])
 @pytest.mark.parametrize("n_rows", [1, 2, 7, 16, 31, 135])
 def test_bits(layout: Layout, n_in: int, n_rows: int) -> None:
@@ -95,7 +111,6 @@ def test_bits(layout: Layout, n_in: int, n_rows: int) -> None:
     assert np.array_equal(product(memory, layout, 48, x), expected(integers, d, x))
 
 
-@pytest.mark.parametrize("layout", TYPES)
 @settings(max_examples=40, deadline=None)
 @given(
     n_threads=st.integers(1, 9),
@@ -121,7 +136,6 @@ def test_threads_and_other_rows_change_no_bit(
     assert np.array_equal(y[row], alone[0])
 
 
-@pytest.mark.parametrize("layout", TYPES)
 def test_extremes(layout: Layout) -> None:
     """The largest sums of a block do not overflow; zeros give zeros; -0.0 and tiny values pass."""
     values = np.full((16, 64), -8.0, np.float32)
@@ -137,7 +151,6 @@ def test_extremes(layout: Layout) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("position", [0, 5, 31])
-@pytest.mark.parametrize("layout", TYPES)
 def test_what_is_not_finite_stays_so(bad: float, position: int, layout: Layout) -> None:
     """A row with NaN or infinity gives no finite number, and other rows do not see it."""
     rng = np.random.default_rng(1)
@@ -151,13 +164,13 @@ def test_what_is_not_finite_stays_so(bad: float, position: int, layout: Layout) 
     assert np.array_equal(np.delete(y, 2, 0), np.delete(clean, 2, 0))
 
 
-def test_strided_x() -> None:
+def test_strided_x(layout: Layout) -> None:
     """Rows of x may stand apart, as in a view."""
     rng = np.random.default_rng(2)
     wide = rng.standard_normal((6, 100)).astype(np.float32)
-    memory, integers, d = packed(rng.standard_normal((16, 64)).astype(np.float32), Layout.Q8_0)
+    memory, integers, d = packed(rng.standard_normal((16, 64)).astype(np.float32), layout)
 
-    y = product(memory, Layout.Q8_0, 16, wide[:, :64])
+    y = product(memory, layout, 16, wide[:, :64])
     assert np.array_equal(y, expected(integers, d, np.ascontiguousarray(wide[:, :64])))
 
 

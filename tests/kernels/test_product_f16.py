@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from loragraph.kernels.library import ffi, lib
-from loragraph.kernels.product import F16ProductNode, f16_products_supported
-
-pytestmark = pytest.mark.skipif(not f16_products_supported(), reason="needs AVX-512")
+from loragraph.kernels.library import ffi, forced_dispatch, instruction_sets, lib
+from loragraph.kernels.product import F16ProductNode, Layout, min_rows
 
 F32 = NDArray[np.float32]
 F16 = NDArray[np.float16]
+
+LANES = {"avx2": 8, "avx512": 16}
+
+
+def kernels() -> Iterator[str]:
+    """The instruction sets of this CPU that multiply F16."""
+    for name in instruction_sets():
+        with forced_dispatch(name):
+            if min_rows(Layout.F16):
+                yield name
+
+
+@pytest.fixture(scope="module", params=list(kernels()), autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """An instruction set in force; none: the tests are skipped."""
+    with forced_dispatch(request.param):
+        yield request.param
 
 
 def product(w: F16, x: F32, n_threads: int = 1) -> F32:
@@ -36,14 +53,14 @@ def numbers(n_out: int, n_in: int, n_rows: int) -> tuple[F16, F32]:
 
 @pytest.mark.parametrize(("n_out", "n_in"), [(1, 1), (7, 15), (23, 16), (50, 100), (97, 1537)])
 @pytest.mark.parametrize("n_rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 31])
-def test_numbers(n_out: int, n_in: int, n_rows: int) -> None:
+def test_numbers(isa: str, n_out: int, n_in: int, n_rows: int) -> None:
     """Any sizes: no further from float64 than roundings of F32 in sums of n_in."""
     w, x = numbers(n_out, n_in, n_rows)
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     magnitude = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T
 
-    # A sum in 16 lanes has n_in / 16 roundings a lane, the tail's and the four of the tree.
-    bound = (n_in // 16 + 6) * 2.0**-24 * magnitude
+    # A sum in so many lanes has n_in / lanes roundings a lane, the tail's and the four of the tree.
+    bound = (n_in // LANES[isa] + 6) * 2.0**-24 * magnitude
     assert (np.abs(product(w, x) - exact) <= bound).all()
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from loragraph.adapters.adapter import Adapter
 from loragraph.engine.context import Context
 from loragraph.engine.model import Model
-from loragraph.kernels.product import f16_products_supported, products_supported
+from loragraph.kernels.product import Layout, min_rows
 from tests.oracle.libllama import Libllama
 
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -47,8 +47,8 @@ def same_base(lowering: LoweringName, weight_type: str) -> bool:
     """Whether a base's products have ggml's bits; our own of Q8_0 and F16 sum in another order."""
     if lowering == "branch":
         return True
-    ours = {"Q8_0": products_supported(), "F16": f16_products_supported()}
-    return not ours.get(weight_type, False)
+    ours = {"Q8_0": Layout.Q8_0, "F16": Layout.F16}
+    return weight_type not in ours or not min_rows(ours[weight_type])
 
 
 def open_context(model: Model, mode: Mode = EXACT, **options: Any) -> Context:

@@ -23,18 +23,11 @@ from loragraph.kernels.product import (
     Layout,
     ProductInputNode,
     ProductNode,
-    f16_products_supported,
-    products_supported,
+    min_rows,
     quantized_size,
 )
 from loragraph.model.files import ModelFiles
 from loragraph.model.weights import Use, Weight
-
-MIN_ROWS = 3
-"""With fewer rows memory is the limit, and ggml's products are as fast or faster."""
-
-F16_MIN_ROWS = 2
-"""The same for F16: ggml reads one row's weights as fast as memory gives them."""
 
 _Q4_0_BYTES = 18  # of a block: F16 d, 16 bytes of two values
 
@@ -72,8 +65,7 @@ class KernelProducts:
     def mul_mat(self, ops: Ops, w: Weight, x: Tensor) -> Tensor:
         """One node to quantise x, unless the product before read the same, and one to multiply."""
         layout = self._layouts.get(w.name)
-        min_rows = F16_MIN_ROWS if layout is Layout.F16 else MIN_ROWS
-        if layout is None or x.type != F32 or x.ne[1] < min_rows or x.ne[2:] != (1, 1):
+        if layout is None or x.type != F32 or x.ne[1] < min_rows(layout) or x.ne[2:] != (1, 1):
             return ops.mul_mat(w.tensor, x)
         if layout is Layout.F16:
             return self._mul_mat_f16(ops, w, x)
@@ -116,9 +108,14 @@ def product_layouts(weights: Iterable[Weight], files: ModelFiles) -> dict[str, L
 def _layout(weight: Weight, files: ModelFiles) -> Layout | None:
     if weight.use is not Use.LINEAR:
         return None
+    layout = _layout_in_memory(weight, files)
+    return layout if layout is not None and min_rows(layout) else None
+
+
+def _layout_in_memory(weight: Weight, files: ModelFiles) -> Layout | None:
     if weight.tensor.type == F16 and not weight.repacked:
-        return Layout.F16 if f16_products_supported() else None
-    if not products_supported() or weight.ne[0] % BLOCK or weight.ne[1] % COLUMNS:
+        return Layout.F16
+    if weight.ne[0] % BLOCK or weight.ne[1] % COLUMNS:
         return None
     if weight.tensor.type == Q8_0 and not weight.repacked:
         return Layout.Q8_0

@@ -1,11 +1,12 @@
 /* Products of base weights, faster than ggml's.
  *
- * Quantised weights with many rows, in int8: two custom nodes. The first quantises x as ggml does for its Q8_0 (blocks of 32, d = max|x| / 127 rounded to F16),
- * and serves every product that reads the same x. The second multiplies: a block's integer sum is exact, blocks are
- * added in their order in F32 with one fma by (d of the weight * d of x). That is the order of ggml's product of
- * repacked Q4_0, so the bits are ggml's too. Only for CPUs with AVX512-VNNI; ggml's own products serve the others.
+ * Quantised weights with many rows, in int8: two custom nodes. The first quantises x as ggml does for its Q8_0 (blocks
+ * of 32, d = max|x| / 127 rounded to F16), and serves every product that reads the same x. The second multiplies: a
+ * block's integer sum is exact, blocks are added in their order in F32 with one fma by (d of the weight * d of x). That
+ * is the order of ggml's product of repacked Q4_0, so the bits are ggml's too. For CPUs with AVX512-VNNI, and Q4_0 for
+ * those with AVX2; ggml's own products serve the others.
  *
- * F16 weights: one custom node, in F32 throughout. ggml rounds x to F16 first. Only for CPUs with AVX-512.
+ * F16 weights: one custom node, in F32 throughout. ggml rounds x to F16 first. For CPUs with AVX-512 or AVX2.
  *
  * build.py hands this file to cffi without its preprocessor lines.
  */
@@ -15,8 +16,8 @@
 
 struct ggml_tensor;
 
-/* Layouts of w. Q4_0X8: ggml's repacked Q4_0, eight rows interleaved by eight bytes; Q8_0: ggml's plain rows. */
-enum { LORAGRAPH_Q4_0X8 = 0, LORAGRAPH_Q8_0 = 1 };
+/* Layouts of w. Q4_0X8: ggml's repacked Q4_0, eight rows interleaved by eight bytes; the others: ggml's plain rows. */
+enum { LORAGRAPH_Q4_0X8 = 0, LORAGRAPH_Q8_0 = 1, LORAGRAPH_F16 = 2, LORAGRAPH_LAYOUTS };
 
 /* x, quantised once for every product that reads it. */
 typedef struct {
@@ -49,8 +50,8 @@ typedef struct {
     int64_t y_stride;
 } product_f16_node;
 
-int loragraph_product_supported(void);
-int loragraph_product_f16_supported(void);
+/* From how many rows on the kernel is faster than ggml's product (measured), 0 where there is none; by dispatch. */
+int loragraph_product_min_rows(int layout);
 int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows);
 void loragraph_product_input(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 void loragraph_product(struct ggml_tensor *dst, int ith, int nth, void *userdata);

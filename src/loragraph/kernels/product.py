@@ -27,14 +27,9 @@ class Layout(IntEnum):
     F16 = 2  # plain rows; of F16ProductNode alone
 
 
-def products_supported() -> bool:
-    """Whether this CPU has the instructions of the products in int8 (AVX512-VNNI)."""
-    return bool(lib.loragraph_product_supported())
-
-
-def f16_products_supported() -> bool:
-    """Whether this CPU has the instructions of the products with F16 weights (AVX-512)."""
-    return bool(lib.loragraph_product_f16_supported())
+def min_rows(layout: Layout) -> int:
+    """From how many rows of x on this CPU's kernel is faster than ggml's product; 0: no kernel."""
+    return int(lib.loragraph_product_min_rows(int(layout)))
 
 
 def quantized_size(n_in: int, n_rows: int) -> int:

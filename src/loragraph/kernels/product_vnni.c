@@ -47,24 +47,6 @@ INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negat
     *negated_sum = -_mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_cvtepi8_epi32(q0), _mm512_cvtepi8_epi32(q1)));
 }
 
-void loragraph_product_input_vnni(const product_input_node *node, int ith, int nth) {
-    const int64_t n_blocks = node->n_in / QK, end = node->n_rows * (ith + 1) / nth;
-    int64_t row = node->n_rows * ith / nth;
-    for (int64_t first = 0; first < end;) {
-        const int size = tile_size(node->n_rows - first);
-        char *tile = (char *)node->quantized + first * n_blocks * RECORD;
-        for (; row < min_i64(end, first + size); row++) {
-            const int64_t j = row - first;
-            const float *x = node->x + row * node->x_stride;
-            char *block = tile;
-            for (int64_t b = 0; b < n_blocks; b++, block += size * RECORD)
-                quantize_block(x + b * QK, block + j * QK, (float *)(block + size * QK) + j,
-                               (int32_t *)(block + size * (QK + 4)) + j);
-        }
-        first += size;
-    }
-}
-
 /* ---- w ---- */
 
 typedef struct {
@@ -146,11 +128,19 @@ static void unpack_q8_0(const char *w, int64_t n_blocks, int64_t tile, int64_t b
     }
 }
 
+INLINE void unpack(const char *w, int64_t n_blocks, int64_t tile, int64_t begin, int64_t n, unpacked *out, int layout) {
+    if (layout == LORAGRAPH_Q4_0X8)
+        unpack_q4_0x8(w, n_blocks, tile, begin, n, out);
+    else
+        unpack_q8_0(w, n_blocks, tile, begin, n, out);
+}
+
 /* ---- y ---- */
 
 /* n blocks of `size` rows with 16 columns, added to y or stored there; x: the first of these blocks in its tile. */
-INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y, int64_t y_stride, int size, int shift,
+INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y, int64_t y_stride, int size, int layout,
                           int add) {
+    const int shift = layout == LORAGRAPH_Q4_0X8 ? 3 : 7; /* of the offset */
     __m512 acc[MAX_TILE];
 #pragma GCC unroll 16
     for (int j = 0; j < size; j++)
@@ -178,41 +168,15 @@ INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y,
         _mm512_storeu_ps(y + j * y_stride, acc[j]);
 }
 
-INLINE void multiply_rows(const product_node *node, const unpacked *w, int64_t begin, int64_t n, int64_t first,
-                          int64_t end, int64_t column, int shift) {
-    const int64_t n_blocks = node->input->n_in / QK;
-    for (int64_t row = first; row < end;) {
-        const int size = tile_size(node->input->n_rows - row);
-        const char *x = (const char *)node->input->quantized + (row * n_blocks + begin * size) * RECORD;
-        float *y = node->y + row * node->y_stride + column;
-        switch (size) {
-        case 16: multiply_tile(w, n, x, y, node->y_stride, 16, shift, begin > 0); break;
-        case 8: multiply_tile(w, n, x, y, node->y_stride, 8, shift, begin > 0); break;
-        case 4: multiply_tile(w, n, x, y, node->y_stride, 4, shift, begin > 0); break;
-        case 2: multiply_tile(w, n, x, y, node->y_stride, 2, shift, begin > 0); break;
-        default: multiply_tile(w, n, x, y, node->y_stride, 1, shift, begin > 0); break;
-        }
-        row += size;
-    }
-}
+#include "product_body.h"
+
+void loragraph_product_input_vnni(const product_input_node *node, int ith, int nth) { quantize_rows(node, ith, nth); }
 
 void loragraph_product_vnni(const product_node *node, int ith, int nth) {
-    const int64_t n_blocks = node->input->n_in / QK, n_tiles = node->n_out / COLUMNS;
-    unpacked w;
-    for (int64_t first = 0; first < node->input->n_rows; first += ROW_BLOCK) {
-        const int64_t end = min_i64(first + ROW_BLOCK, node->input->n_rows);
-        for (int64_t tile = n_tiles * ith / nth; tile < n_tiles * (ith + 1) / nth; tile++)
-            for (int64_t begin = 0; begin < n_blocks; begin += K_BLOCKS) {
-                const int64_t n = min_i64(K_BLOCKS, n_blocks - begin);
-                if (node->layout == LORAGRAPH_Q4_0X8) {
-                    unpack_q4_0x8(node->w, n_blocks, tile, begin, n, &w);
-                    multiply_rows(node, &w, begin, n, first, end, tile * COLUMNS, 3);
-                } else {
-                    unpack_q8_0(node->w, n_blocks, tile, begin, n, &w);
-                    multiply_rows(node, &w, begin, n, first, end, tile * COLUMNS, 7);
-                }
-            }
-    }
+    if (node->layout == LORAGRAPH_Q4_0X8)
+        multiply_layout(node, ith, nth, LORAGRAPH_Q4_0X8);
+    else
+        multiply_layout(node, ith, nth, LORAGRAPH_Q8_0);
 }
 #ifdef __clang__
 #pragma clang attribute pop

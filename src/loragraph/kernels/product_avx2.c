@@ -1,0 +1,182 @@
+/* The product nodes for AVX2.
+ *
+ * Q4_0: weights become unsigned bytes w + 8, so that a pair of them with a pair of x is at most 2 * 15 * 128 = 3840: the
+ * eight instructions that multiply a whole block add up in 16 bits (30720), and only then become 32. What the offset
+ * adds, 8 * sum(x), is taken off there. Sixteen columns are unpacked at a time, four bytes of each to two vectors, and
+ * used for all rows of a block of rows: so a column's sum stays in its lane, and a row's bytes are broadcast from memory.
+ */
+#include "product_impl.h"
+#ifdef LORAGRAPH_X86
+#include "simd_avx2.h"
+
+enum {
+    COLUMNS = 16,    /* of a tile of w */
+    VECTORS = 2,     /* of eight columns each */
+    GROUPS = QK / 4, /* of four bytes of a tile's block */
+    ROWS = 4,        /* of x at a time: with VECTORS, eight sums beside the weights and what is multiplied */
+    OFFSET = 8,
+    K_BLOCKS = 32,   /* blocks unpacked at a time: they and the rows they meet fit the first cache, nearly */
+    ROW_BLOCK = 128, /* rows that use what was unpacked */
+};
+
+INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- x ---- */
+
+INLINE uint32_t top_u32(__m256i v) {
+    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
+}
+
+INLINE int32_t sum_i32(__m256i v) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+
+INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negated_sum) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256 v[4];
+    __m256i top = _mm256_setzero_si256(), q[4];
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_loadu_ps(x + 8 * i);
+        /* As integers, so that NaN is the largest and makes d, and with it y, NaN. */
+        top = _mm256_max_epu32(top, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
+    }
+    const uint32_t bits = top_u32(top);
+    float max;
+    memcpy(&max, &bits, sizeof max);
+    const __m256 inverse = _mm256_set1_ps(max != 0.0f ? 127.0f / max : 0.0f);
+    for (int i = 0; i < 4; i++)
+        q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+    /* Packing goes by halves: fours of all vectors' low halves, then of their high ones. */
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i *)bytes, _mm256_permutevar8x32_epi32(packed, order));
+    *d = half_to_float((uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(max / 127.0f), _MM_FROUND_TO_NEAREST_INT)));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(OFFSET), packed);
+    *negated_sum = -sum_i32(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+/* ---- w ---- */
+
+/* Lanes of a vector: columns 0 1 4 5 2 3 6 7, as two vectors of eight bytes of four columns shuffle into them. */
+typedef struct {
+    __m256i bytes[K_BLOCKS][GROUPS][VECTORS]; /* bytes 4g to 4g + 3 of a column, plus OFFSET */
+    __m256 scales[K_BLOCKS][VECTORS];
+} unpacked;
+
+/* From the order of the columns to that of the lanes, or back. */
+INLINE __m256 swap_pairs(__m256 v) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
+}
+
+/* Eight bytes of four and four columns -> the first four of all, the last four of all. */
+INLINE void split_octets(__m256i low, __m256i high, __m256i out[2]) {
+    const __m256 l = _mm256_castsi256_ps(low), h = _mm256_castsi256_ps(high);
+    out[0] = _mm256_castps_si256(_mm256_shuffle_ps(l, h, 0x88));
+    out[1] = _mm256_castps_si256(_mm256_shuffle_ps(l, h, 0xdd));
+}
+
+enum { X8_BYTES = 16 + 128 }; /* of a block: 8 F16 d, then bytes 0 to 7 of 8 columns, then 8 to 15 */
+
+/* Byte i of a column holds value i in its low and value i + 16 in its high bits, as two's complement. */
+INLINE void unpack_x8(const char *p, __m256i out[GROUPS]) {
+    const __m256i flip = _mm256_set1_epi8((char)0x88), low_bits = _mm256_set1_epi8(0x0f);
+    for (int half = 0; half < 2; half++) {
+        const __m256i *octets = (const __m256i *)(p + 16 + 64 * half);
+        const __m256i v0 = _mm256_xor_si256(_mm256_loadu_si256(octets), flip);
+        const __m256i v1 = _mm256_xor_si256(_mm256_loadu_si256(octets + 1), flip);
+        split_octets(_mm256_and_si256(v0, low_bits), _mm256_and_si256(v1, low_bits), out + 2 * half);
+        split_octets(_mm256_and_si256(_mm256_srli_epi16(v0, 4), low_bits),
+                     _mm256_and_si256(_mm256_srli_epi16(v1, 4), low_bits), out + 4 + 2 * half);
+    }
+}
+
+INLINE void unpack(const char *w, int64_t n_blocks, int64_t tile, int64_t begin, int64_t n, unpacked *out, int layout) {
+    (void)layout;
+    for (int c = 0; c < VECTORS; c++) {
+        const char *p = w + ((VECTORS * tile + c) * n_blocks + begin) * X8_BYTES;
+        for (int64_t b = 0; b < n; b++, p += X8_BYTES) {
+            __m256i groups[GROUPS];
+            unpack_x8(p, groups);
+            for (int g = 0; g < GROUPS; g++)
+                out->bytes[b][g][c] = groups[g];
+            out->scales[b][c] = swap_pairs(v_load_f16(p));
+        }
+    }
+}
+
+/* ---- y ---- */
+
+/* Compilers may add integers in another order, and then keep all that is to be added. */
+#define KEEP_ORDER(v) __asm__("" : "+x"(v))
+
+/* One block of `rows` rows, added to their sums. */
+INLINE void multiply_block(const __m256i w[GROUPS][VECTORS], const __m256 *scales, const char *x, const float *d,
+                           const int32_t *negated_sums, __m256 (*acc)[VECTORS], int rows) {
+    __m256i sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int g = 0; g < GROUPS; g++) {
+        __m256i v[VECTORS];
+#pragma GCC unroll 2
+        for (int c = 0; c < VECTORS; c++)
+            v[c] = w[g][c];
+#pragma GCC unroll 4
+        for (int j = 0; j < rows; j++) {
+            int32_t four;
+            memcpy(&four, x + j * QK + 4 * g, sizeof four);
+            const __m256i bytes = _mm256_set1_epi32(four);
+#pragma GCC unroll 2
+            for (int c = 0; c < VECTORS; c++) {
+                const __m256i pairs = _mm256_maddubs_epi16(v[c], bytes);
+                sum[j][c] = g ? _mm256_add_epi16(sum[j][c], pairs) : pairs;
+                KEEP_ORDER(sum[j][c]);
+            }
+        }
+    }
+    const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 4
+    for (int j = 0; j < rows; j++)
+#pragma GCC unroll 2
+        for (int c = 0; c < VECTORS; c++) {
+            const __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(sum[j][c], ones), _mm256_set1_epi32(negated_sums[j]));
+            const __m256 scale = _mm256_mul_ps(scales[c], _mm256_set1_ps(d[j]));
+            acc[j][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scale, acc[j][c]);
+        }
+}
+
+/* n blocks of `size` rows with 16 columns, added to y or stored there; x: the first of these blocks in its tile. */
+INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y, int64_t y_stride, int size, int layout,
+                          int add) {
+    (void)layout;
+    const int rows = size < ROWS ? size : ROWS;
+    __m256 acc[MAX_TILE][VECTORS];
+    for (int j = 0; j < size; j++)
+        for (int c = 0; c < VECTORS; c++)
+            acc[j][c] = add ? swap_pairs(_mm256_loadu_ps(y + j * y_stride + 8 * c)) : _mm256_setzero_ps();
+    for (int64_t b = 0; b < n; b++, x += size * RECORD) {
+        const float *d = (const float *)(x + size * QK);
+        const int32_t *negated_sums = (const int32_t *)(x + size * (QK + 4));
+        for (int j = 0; j < size; j += rows)
+            multiply_block(w->bytes[b], w->scales[b], x + j * QK, d + j, negated_sums + j, acc + j, rows);
+    }
+    for (int j = 0; j < size; j++)
+        for (int c = 0; c < VECTORS; c++)
+            _mm256_storeu_ps(y + j * y_stride + 8 * c, swap_pairs(acc[j][c]));
+}
+
+#include "product_body.h"
+
+void loragraph_product_input_avx2(const product_input_node *node, int ith, int nth) { quantize_rows(node, ith, nth); }
+
+void loragraph_product_avx2(const product_node *node, int ith, int nth) {
+    multiply_layout(node, ith, nth, LORAGRAPH_Q4_0X8);
+}
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#else
+typedef int loragraph_no_product_avx2; /* ISO C wants a declaration in every file */
+#endif
