@@ -126,13 +126,14 @@ class Bench:
                 y = ops.custom(F32, (n_out, n_rows), [x], node.function, node.userdata)
                 products.append(Bound(node, x, y))
                 return y
+            layout = LAYOUTS[self.type]
             if not inputs or inputs[-1].x is not x:
-                source = ProductInputNode(n_in, n_rows)
-                size = (quantized_size(n_in, n_rows),)
+                source = ProductInputNode(n_in, n_rows, layout)
+                size = (quantized_size(n_in, n_rows, layout),)
                 done = ops.custom(I8, size, [x], source.function, source.userdata)
                 inputs.append(Bound(source, x, done))
             done = inputs[-1].y
-            product = ProductNode(inputs[-1].node, data_address(w), LAYOUTS[self.type], n_out)
+            product = ProductNode(inputs[-1].node, data_address(w), n_out)
             y = ops.custom(F32, (n_out, n_rows), [done], product.function, product.userdata)
             products.append(Bound(product, x, y))
             return y

@@ -45,11 +45,11 @@ def layout(request: pytest.FixtureRequest) -> Iterator[Layout]:
 def product(w: NDArray[np.uint8], layout: Layout, n_out: int, x: F32, n_threads: int = 1) -> F32:
     """y (n, n_out) by the nodes, each thread's part after the other's; rows of y apart."""
     n, n_in = x.shape
-    quantized = np.full(quantized_size(n_in, n) + 64, 0xA5, np.uint8)
+    quantized = np.full(quantized_size(n_in, n, layout) + 64, 0xA5, np.uint8)
     y = np.full((n, n_out + 3), np.nan, np.float32)
-    source = ProductInputNode(n_in, n)
+    source = ProductInputNode(n_in, n, layout)
     source.bind(x.ctypes.data, x.strides[0] // 4, quantized.ctypes.data)
-    node = ProductNode(source, w.ctypes.data, layout, n_out)
+    node = ProductNode(source, w.ctypes.data, n_out)
     node.bind(y.ctypes.data, n_out + 3)
     for function, one in (("loragraph_product_input", source), ("loragraph_product", node)):
         for ith in range(n_threads):
@@ -177,6 +177,6 @@ def test_strided_x(layout: Layout) -> None:
 def test_wrong_sizes_are_refused() -> None:
     """What the kernel would read out of bounds never reaches it."""
     with pytest.raises(ValueError, match="multiple of 32"):
-        ProductInputNode(48, 1)
+        ProductInputNode(48, 1, Layout.Q8_0)
     with pytest.raises(ValueError, match="multiple of 16"):
-        ProductNode(ProductInputNode(32, 1), 1, Layout.Q8_0, 24)
+        ProductNode(ProductInputNode(32, 1, Layout.Q8_0), 1, 24)

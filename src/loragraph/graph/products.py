@@ -71,13 +71,13 @@ class KernelProducts:
             return self._mul_mat_f16(ops, w, x)
         n_in, n_out = w.ne[:2]
         n_rows = x.ne[1]
-        if not self._inputs or self._inputs[-1][1] is not x:
-            source = ProductInputNode(n_in, n_rows)
-            size = (quantized_size(n_in, n_rows),)
+        if not self._inputs or not _feeds(self._inputs[-1], x, layout):
+            source = ProductInputNode(n_in, n_rows, layout)
+            size = (quantized_size(n_in, n_rows, layout),)
             done = ops.custom(I8, size, [x], source.function, source.userdata)
             self._inputs.append((source, x, done))
         source, _, done = self._inputs[-1]
-        node = ProductNode(source, data_address(w.tensor), layout, n_out)
+        node = ProductNode(source, data_address(w.tensor), n_out)
         y = ops.custom(F32, (n_out, n_rows), [done], node.function, node.userdata)
         self._products.append((node, y))
         return y
@@ -97,6 +97,10 @@ class KernelProducts:
             node.bind(data_address(y), y.ptr.nb[1] // 4)
         for f16, x, y in self._f16_products:
             f16.bind(data_address(x), x.ptr.nb[1] // 4, data_address(y), y.ptr.nb[1] // 4)
+
+
+def _feeds(found: tuple[ProductInputNode, Tensor, Tensor], x: Tensor, layout: Layout) -> bool:
+    return found[1] is x and found[0].layout is layout
 
 
 def product_layouts(weights: Iterable[Weight], files: ModelFiles) -> dict[str, Layout]:

@@ -5,14 +5,16 @@
 
 #ifdef LORAGRAPH_X86
 static const product_kernels avx2 = {
-    {[LORAGRAPH_Q4_0X8] = 3, [LORAGRAPH_F16] = 2},
+    {[LORAGRAPH_Q4_0X8] = 2, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_F16] = 2},
+    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 2},
     loragraph_product_input_avx2,
     loragraph_product_avx2,
     loragraph_product_f16_avx2,
 };
 
 static const product_kernels avx512 = {
-    {[LORAGRAPH_Q4_0X8] = 3, [LORAGRAPH_F16] = 2},
+    {[LORAGRAPH_Q4_0X8] = 2, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_F16] = 2},
+    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 2},
     loragraph_product_input_avx2,
     loragraph_product_avx2,
     loragraph_product_f16_avx512,
@@ -20,6 +22,7 @@ static const product_kernels avx512 = {
 
 static const product_kernels vnni = {
     {[LORAGRAPH_Q4_0X8] = 3, [LORAGRAPH_Q8_0] = 3, [LORAGRAPH_F16] = 2},
+    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 1},
     loragraph_product_input_vnni,
     loragraph_product_vnni,
     loragraph_product_f16_avx512,
@@ -40,7 +43,9 @@ int loragraph_product_min_rows(int layout) {
     return loragraph_isa_active() > 0 && layout >= 0 && layout < LORAGRAPH_LAYOUTS ? kernels()->min_rows[layout] : 0;
 }
 
-int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows) { return n_rows * (n_in / QK) * RECORD; }
+int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows, int layout) {
+    return n_rows * (n_in / QK) * record(kernels()->value_bytes[layout]);
+}
 
 void loragraph_product_input(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     (void)dst;

@@ -3,8 +3,8 @@
  * Quantised weights with many rows, in int8: two custom nodes. The first quantises x as ggml does for its Q8_0 (blocks
  * of 32, d = max|x| / 127 rounded to F16), and serves every product that reads the same x. The second multiplies: a
  * block's integer sum is exact, blocks are added in their order in F32 with one fma by (d of the weight * d of x). That
- * is the order of ggml's product of repacked Q4_0, so the bits are ggml's too. For CPUs with AVX512-VNNI, and Q4_0 for
- * those with AVX2; ggml's own products serve the others.
+ * is the order of ggml's product of repacked Q4_0, so the bits are ggml's too. For CPUs with AVX512-VNNI or AVX2;
+ * ggml's own products serve the others.
  *
  * F16 weights: one custom node, in F32 throughout. ggml rounds x to F16 first. For CPUs with AVX-512 or AVX2.
  *
@@ -25,12 +25,13 @@ typedef struct {
     int64_t x_stride;
     int64_t n_in;     /* multiple of 32 */
     int64_t n_rows;
-    void *quantized;  /* loragraph_quantized_size(n_in, n_rows) bytes */
+    int32_t layout;   /* of the products that read it */
+    void *quantized;  /* loragraph_quantized_size(n_in, n_rows, layout) bytes */
 } product_input_node;
 
 /* y = w x. */
 typedef struct {
-    const product_input_node *input;
+    const product_input_node *input; /* of the same layout */
     const void *w;
     int32_t layout;
     int64_t n_out;    /* multiple of 16 */
@@ -52,7 +53,7 @@ typedef struct {
 
 /* From how many rows on the kernel is faster than ggml's product (measured), 0 where there is none; by dispatch. */
 int loragraph_product_min_rows(int layout);
-int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows);
+int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows, int layout);
 void loragraph_product_input(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 void loragraph_product(struct ggml_tensor *dst, int ith, int nth, void *userdata);
 void loragraph_product_f16(struct ggml_tensor *dst, int ith, int nth, void *userdata);

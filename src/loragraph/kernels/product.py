@@ -32,21 +32,22 @@ def min_rows(layout: Layout) -> int:
     return int(lib.loragraph_product_min_rows(int(layout)))
 
 
-def quantized_size(n_in: int, n_rows: int) -> int:
-    """Bytes of x F32 [n_in, n_rows], quantised."""
-    return int(lib.loragraph_quantized_size(n_in, n_rows))
+def quantized_size(n_in: int, n_rows: int, layout: Layout) -> int:
+    """Bytes of x F32 [n_in, n_rows], quantised for products with weights of `layout`."""
+    return int(lib.loragraph_quantized_size(n_in, n_rows, int(layout)))
 
 
 class ProductInputNode(CustomNode):
-    """Quantises x [n_in, n_rows] for the products that read it."""
+    """Quantises x [n_in, n_rows] for the products that read it, with weights of one layout."""
 
     function_name = "loragraph_product_input"
 
-    def __init__(self, n_in: int, n_rows: int) -> None:
+    def __init__(self, n_in: int, n_rows: int, layout: Layout) -> None:
         if n_in % BLOCK or min(n_in, n_rows) < 1:
             raise ValueError(f"expected n_in a multiple of {BLOCK}, got {n_in} x {n_rows}")
-        self.n_in, self.n_rows = n_in, n_rows
-        self._struct = ffi.new("product_input_node *", {"n_in": n_in, "n_rows": n_rows})
+        self.n_in, self.n_rows, self.layout = n_in, n_rows, layout
+        sizes = {"n_in": n_in, "n_rows": n_rows, "layout": int(layout)}
+        self._struct = ffi.new("product_input_node *", sizes)
 
     def bind(self, x: int, x_stride: int, quantized: int) -> None:
         """Addresses of x and of the quantised x; the stride in floats."""
@@ -60,7 +61,7 @@ class ProductNode(CustomNode):
 
     function_name = "loragraph_product"
 
-    def __init__(self, source: ProductInputNode, w: int, layout: Layout, n_out: int) -> None:
+    def __init__(self, source: ProductInputNode, w: int, n_out: int) -> None:
         if n_out % COLUMNS or n_out < 1:
             raise ValueError(f"expected n_out a multiple of {COLUMNS}, got {n_out}")
         self._source = source
@@ -69,7 +70,7 @@ class ProductNode(CustomNode):
             {
                 "input": source._struct,
                 "w": ffi.cast("void *", w),
-                "layout": int(layout),
+                "layout": int(source.layout),
                 "n_out": n_out,
             },
         )

@@ -2,24 +2,30 @@
  *
  * Q4_0: weights become unsigned bytes w + 8, so that a pair of them with a pair of x is at most 2 * 15 * 128 = 3840: the
  * eight instructions that multiply a whole block add up in 16 bits (30720), and only then become 32. What the offset
- * adds, 8 * sum(x), is taken off there. Sixteen columns are unpacked at a time, four bytes of each to two vectors, and
- * used for all rows of a block of rows: so a column's sum stays in its lane, and a row's bytes are broadcast from memory.
+ * adds, 8 * sum(x), is taken off there.
+ *
+ * Q8_0: bytes with bytes would leave 16 bits, so both are widened to 16, w as it is unpacked and x as it is quantised.
+ *
+ * Sixteen columns are unpacked at a time, four bytes of each to two vectors, and used for all rows of a block of rows: so
+ * a column's sum stays in its lane, and a row's bytes are broadcast from memory.
  */
 #include "product_impl.h"
 #ifdef LORAGRAPH_X86
 #include "simd_avx2.h"
 
+#include "rows.h"
+
 enum {
     COLUMNS = 16,    /* of a tile of w */
     VECTORS = 2,     /* of eight columns each */
-    GROUPS = QK / 4, /* of four bytes of a tile's block */
+    GROUPS = QK / 4, /* of four values of a tile's block */
     ROWS = 4,        /* of x at a time: with VECTORS, eight sums beside the weights and what is multiplied */
-    OFFSET = 8,
-    K_BLOCKS = 32,   /* blocks unpacked at a time: they and the rows they meet fit the first cache, nearly */
+    OFFSET = 8,      /* of Q4_0 */
+    K_BLOCKS = 32,   /* blocks of bytes unpacked at a time: they and the rows they meet fit the first cache, nearly */
     ROW_BLOCK = 128, /* rows that use what was unpacked */
 };
 
-INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int value_bytes(int layout) { return layout == LORAGRAPH_Q8_0 ? 2 : 1; }
 
 /* ---- x ---- */
 
@@ -35,7 +41,12 @@ INLINE int32_t sum_i32(__m256i v) {
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
-INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negated_sum) {
+/* Four values each as two of 16 bits: places 0 and 2, places 1 and 3. */
+INLINE __m256i widen_even(__m256i bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); }
+INLINE __m256i widen_odd(__m256i bytes) { return _mm256_srai_epi16(bytes, 8); }
+
+INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negated_sum, int layout) {
+    const int wide = value_bytes(layout) == 2;
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256 v[4];
     __m256i top = _mm256_setzero_si256(), q[4];
@@ -53,7 +64,10 @@ INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negat
     /* Packing goes by halves: fours of all vectors' low halves, then of their high ones. */
     const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256((__m256i *)bytes, _mm256_permutevar8x32_epi32(packed, order));
+    const __m256i values = _mm256_permutevar8x32_epi32(packed, order);
+    _mm256_storeu_si256((__m256i *)bytes, wide ? widen_even(values) : values);
+    if (wide)
+        _mm256_storeu_si256((__m256i *)bytes + 1, widen_odd(values));
     *d = half_to_float((uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(max / 127.0f), _MM_FROUND_TO_NEAREST_INT)));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(OFFSET), packed);
     *negated_sum = -sum_i32(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -61,15 +75,17 @@ INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negat
 
 /* ---- w ---- */
 
-/* Lanes of a vector: columns 0 1 4 5 2 3 6 7, as two vectors of eight bytes of four columns shuffle into them. */
 typedef struct {
-    __m256i bytes[K_BLOCKS][GROUPS][VECTORS]; /* bytes 4g to 4g + 3 of a column, plus OFFSET */
+    /* Of a block n_groups, and of a group VECTORS, whose lanes are columns. Q4_0: four bytes each, plus OFFSET. Q8_0: two
+     * of 16 bits, the even places of all fours, then the odd ones. */
+    __m256i values[K_BLOCKS * GROUPS * VECTORS];
     __m256 scales[K_BLOCKS][VECTORS];
 } unpacked;
 
-/* From the order of the columns to that of the lanes, or back. */
-INLINE __m256 swap_pairs(__m256 v) {
-    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
+/* Lanes of Q4_0 are columns 0 1 4 5 2 3 6 7, as two vectors of eight bytes of four columns shuffle into them: from the
+ * order of the columns to that of the lanes, or back. */
+INLINE __m256 reorder(__m256 v, int layout) {
+    return layout == LORAGRAPH_Q4_0X8 ? _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8)) : v;
 }
 
 /* Eight bytes of four and four columns -> the first four of all, the last four of all. */
@@ -82,7 +98,7 @@ INLINE void split_octets(__m256i low, __m256i high, __m256i out[2]) {
 enum { X8_BYTES = 16 + 128 }; /* of a block: 8 F16 d, then bytes 0 to 7 of 8 columns, then 8 to 15 */
 
 /* Byte i of a column holds value i in its low and value i + 16 in its high bits, as two's complement. */
-INLINE void unpack_x8(const char *p, __m256i out[GROUPS]) {
+INLINE void unpack_q4_0x8(const char *p, __m256i out[GROUPS]) {
     const __m256i flip = _mm256_set1_epi8((char)0x88), low_bits = _mm256_set1_epi8(0x0f);
     for (int half = 0; half < 2; half++) {
         const __m256i *octets = (const __m256i *)(p + 16 + 64 * half);
@@ -94,16 +110,59 @@ INLINE void unpack_x8(const char *p, __m256i out[GROUPS]) {
     }
 }
 
+enum { Q8_BYTES = 2 + QK };
+
+/* 16 bytes of eight rows -> four groups of four bytes of all. */
+INLINE void transpose_groups(const char *w, int64_t stride, __m256i out[4]) {
+    __m256i r[4], a[4];
+    for (int i = 0; i < 4; i++)
+        r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(w + i * stride))),
+                                       _mm_loadu_si128((const __m128i *)(w + (i + 4) * stride)), 1);
+    for (int i = 0; i < 2; i++) {
+        a[i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        a[i + 2] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        out[2 * i] = _mm256_unpacklo_epi64(a[2 * i], a[2 * i + 1]);
+        out[2 * i + 1] = _mm256_unpackhi_epi64(a[2 * i], a[2 * i + 1]);
+    }
+}
+
+INLINE void unpack_q8_0(const char *p, int64_t stride, __m256i out[2 * GROUPS]) {
+    __m256i groups[GROUPS];
+    transpose_groups(p + 2, stride, groups);
+    transpose_groups(p + 2 + 16, stride, groups + 4);
+    for (int g = 0; g < GROUPS; g++) {
+        out[g] = widen_even(groups[g]);
+        out[GROUPS + g] = widen_odd(groups[g]);
+    }
+}
+
+INLINE vf load_scales(const char *p, int64_t stride) {
+    uint16_t d[8];
+    for (int i = 0; i < 8; i++)
+        memcpy(&d[i], p + i * stride, sizeof d[i]);
+    return v_load_f16(d);
+}
+
+INLINE int n_groups(int layout) { return GROUPS * value_bytes(layout); }
+
 INLINE void unpack(const char *w, int64_t n_blocks, int64_t tile, int64_t begin, int64_t n, unpacked *out, int layout) {
-    (void)layout;
+    const int q4 = layout == LORAGRAPH_Q4_0X8;
+    const int64_t step = q4 ? X8_BYTES : Q8_BYTES, stride = n_blocks * Q8_BYTES;
+    const int64_t octet = q4 ? X8_BYTES : 8 * Q8_BYTES; /* of a block of eight columns */
     for (int c = 0; c < VECTORS; c++) {
-        const char *p = w + ((VECTORS * tile + c) * n_blocks + begin) * X8_BYTES;
-        for (int64_t b = 0; b < n; b++, p += X8_BYTES) {
-            __m256i groups[GROUPS];
-            unpack_x8(p, groups);
-            for (int g = 0; g < GROUPS; g++)
-                out->bytes[b][g][c] = groups[g];
-            out->scales[b][c] = swap_pairs(v_load_f16(p));
+        const char *columns = w + (VECTORS * tile + c) * n_blocks * octet, *p = columns + begin * step;
+        for (int64_t b = 0; b < n; b++, p += step) {
+            prefetch(columns + (VECTORS * n_blocks + begin + b) * octet, octet); /* the next tile's */
+            __m256i groups[2 * GROUPS];
+            if (q4)
+                unpack_q4_0x8(p, groups);
+            else
+                unpack_q8_0(p, stride, groups);
+            for (int g = 0; g < n_groups(layout); g++)
+                out->values[(b * n_groups(layout) + g) * VECTORS + c] = groups[g];
+            out->scales[b][c] = reorder(q4 ? v_load_f16(p) : load_scales(p, stride), layout);
         }
     }
 }
@@ -113,35 +172,44 @@ INLINE void unpack(const char *w, int64_t n_blocks, int64_t tile, int64_t begin,
 /* Compilers may add integers in another order, and then keep all that is to be added. */
 #define KEEP_ORDER(v) __asm__("" : "+x"(v))
 
+INLINE __m256i add_product(__m256i sum, __m256i w, __m256i x, int first, int layout) {
+    if (layout == LORAGRAPH_Q4_0X8) {
+        const __m256i pairs = _mm256_maddubs_epi16(w, x);
+        return first ? pairs : _mm256_add_epi16(sum, pairs);
+    }
+    const __m256i pairs = _mm256_madd_epi16(w, x);
+    return first ? pairs : _mm256_add_epi32(sum, pairs);
+}
+
 /* One block of `rows` rows, added to their sums. */
-INLINE void multiply_block(const __m256i w[GROUPS][VECTORS], const __m256 *scales, const char *x, const float *d,
-                           const int32_t *negated_sums, __m256 (*acc)[VECTORS], int rows) {
+INLINE void multiply_block(const __m256i *w, const __m256 *scales, const char *x, const float *d,
+                           const int32_t *negated_sums, __m256 (*acc)[VECTORS], int rows, int layout) {
     __m256i sum[ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; g++) {
+#pragma GCC unroll 16
+    for (int g = 0; g < n_groups(layout); g++) {
         __m256i v[VECTORS];
 #pragma GCC unroll 2
         for (int c = 0; c < VECTORS; c++)
-            v[c] = w[g][c];
+            v[c] = w[g * VECTORS + c];
 #pragma GCC unroll 4
         for (int j = 0; j < rows; j++) {
             int32_t four;
-            memcpy(&four, x + j * QK + 4 * g, sizeof four);
-            const __m256i bytes = _mm256_set1_epi32(four);
+            memcpy(&four, x + j * QK * value_bytes(layout) + 4 * g, sizeof four);
+            const __m256i values = _mm256_set1_epi32(four);
 #pragma GCC unroll 2
             for (int c = 0; c < VECTORS; c++) {
-                const __m256i pairs = _mm256_maddubs_epi16(v[c], bytes);
-                sum[j][c] = g ? _mm256_add_epi16(sum[j][c], pairs) : pairs;
+                sum[j][c] = add_product(sum[j][c], v[c], values, g == 0, layout);
                 KEEP_ORDER(sum[j][c]);
             }
         }
     }
-    const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 4
     for (int j = 0; j < rows; j++)
 #pragma GCC unroll 2
         for (int c = 0; c < VECTORS; c++) {
-            const __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(sum[j][c], ones), _mm256_set1_epi32(negated_sums[j]));
+            __m256i whole = sum[j][c];
+            if (layout == LORAGRAPH_Q4_0X8)
+                whole = _mm256_add_epi32(_mm256_madd_epi16(whole, _mm256_set1_epi16(1)), _mm256_set1_epi32(negated_sums[j]));
             const __m256 scale = _mm256_mul_ps(scales[c], _mm256_set1_ps(d[j]));
             acc[j][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scale, acc[j][c]);
         }
@@ -150,29 +218,37 @@ INLINE void multiply_block(const __m256i w[GROUPS][VECTORS], const __m256 *scale
 /* n blocks of `size` rows with 16 columns, added to y or stored there; x: the first of these blocks in its tile. */
 INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y, int64_t y_stride, int size, int layout,
                           int add) {
-    (void)layout;
-    const int rows = size < ROWS ? size : ROWS;
+    const int rows = size < ROWS ? size : ROWS, values = QK * value_bytes(layout);
     __m256 acc[MAX_TILE][VECTORS];
     for (int j = 0; j < size; j++)
         for (int c = 0; c < VECTORS; c++)
-            acc[j][c] = add ? swap_pairs(_mm256_loadu_ps(y + j * y_stride + 8 * c)) : _mm256_setzero_ps();
-    for (int64_t b = 0; b < n; b++, x += size * RECORD) {
-        const float *d = (const float *)(x + size * QK);
-        const int32_t *negated_sums = (const int32_t *)(x + size * (QK + 4));
+            acc[j][c] = add ? reorder(_mm256_loadu_ps(y + j * y_stride + 8 * c), layout) : _mm256_setzero_ps();
+    for (int64_t b = 0; b < n; b++, x += size * record(value_bytes(layout))) {
+        const float *d = (const float *)(x + size * values);
+        const int32_t *negated_sums = (const int32_t *)(x + size * (values + 4));
         for (int j = 0; j < size; j += rows)
-            multiply_block(w->bytes[b], w->scales[b], x + j * QK, d + j, negated_sums + j, acc + j, rows);
+            multiply_block(w->values + b * n_groups(layout) * VECTORS, w->scales[b], x + j * values, d + j,
+                           negated_sums + j, acc + j, rows, layout);
     }
     for (int j = 0; j < size; j++)
         for (int c = 0; c < VECTORS; c++)
-            _mm256_storeu_ps(y + j * y_stride + 8 * c, swap_pairs(acc[j][c]));
+            _mm256_storeu_ps(y + j * y_stride + 8 * c, reorder(acc[j][c], layout));
 }
 
 #include "product_body.h"
 
-void loragraph_product_input_avx2(const product_input_node *node, int ith, int nth) { quantize_rows(node, ith, nth); }
+void loragraph_product_input_avx2(const product_input_node *node, int ith, int nth) {
+    if (node->layout == LORAGRAPH_Q4_0X8)
+        quantize_rows(node, ith, nth, LORAGRAPH_Q4_0X8);
+    else
+        quantize_rows(node, ith, nth, LORAGRAPH_Q8_0);
+}
 
 void loragraph_product_avx2(const product_node *node, int ith, int nth) {
-    multiply_layout(node, ith, nth, LORAGRAPH_Q4_0X8);
+    if (node->layout == LORAGRAPH_Q4_0X8)
+        multiply_layout(node, ith, nth, LORAGRAPH_Q4_0X8);
+    else
+        multiply_layout(node, ith, nth, LORAGRAPH_Q8_0);
 }
 #ifdef __clang__
 #pragma clang attribute pop

@@ -27,9 +27,12 @@ enum {
 
 INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
+INLINE int value_bytes(int layout) { return (void)layout, 1; }
+
 /* ---- x ---- */
 
-INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negated_sum) {
+INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negated_sum, int layout) {
+    (void)layout;
     const __m512 v0 = _mm512_loadu_ps(x), v1 = _mm512_loadu_ps(x + 16);
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     /* As integers, so that NaN is the largest and makes d, and with it y, NaN. */
@@ -145,7 +148,7 @@ INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y,
 #pragma GCC unroll 16
     for (int j = 0; j < size; j++)
         acc[j] = add ? _mm512_loadu_ps(y + j * y_stride) : _mm512_setzero_ps();
-    for (int64_t b = 0; b < n; b++, x += size * RECORD) {
+    for (int64_t b = 0; b < n; b++, x += size * record(1)) {
         const float *d = (const float *)(x + size * QK);
         const int32_t *negated_sums = (const int32_t *)(x + size * (QK + 4));
         __m512i v[GROUPS];
@@ -170,7 +173,9 @@ INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y,
 
 #include "product_body.h"
 
-void loragraph_product_input_vnni(const product_input_node *node, int ith, int nth) { quantize_rows(node, ith, nth); }
+void loragraph_product_input_vnni(const product_input_node *node, int ith, int nth) {
+    quantize_rows(node, ith, nth, LORAGRAPH_Q8_0); /* the same for both layouts */
+}
 
 void loragraph_product_vnni(const product_node *node, int ith, int nth) {
     if (node->layout == LORAGRAPH_Q4_0X8)
