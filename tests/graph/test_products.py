@@ -87,3 +87,17 @@ def test_ggmls_numbers(base: Path, n_tokens: int) -> None:
     else:
         assert np.array_equal(ours, ggmls)
     assert (logits["routed nodes"] > logits["branch nodes"]) == (used and not f16)
+
+
+def test_unlike_layouts_of_one_x(tmp_path: Path) -> None:
+    """Weights of unlike types that read the same x each get it in the form that they multiply."""
+    types = {"attn_k": GGMLQuantizationType.Q8_0, "attn_v": GGMLQuantizationType.F16}
+    tiny = TinyLlama(weight_type=GGMLQuantizationType.Q4_0, types=types)
+    with Model.load(tiny.write(tmp_path / "m.gguf")) as model:
+        logits = []
+        for lowering in ("branch", "routed"):
+            with Context(model, n_ctx=64, lowering=lowering) as context:
+                logits.append(context.decode(TOKENS))
+
+    # Roundings of x to 8 bits flip, and F16 leaves x as it is; a wrong form gives noise.
+    assert np.square(logits[0] - logits[1]).sum() < 1e-3 * np.square(logits[0]).sum()
