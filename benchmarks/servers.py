@@ -22,11 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-START_S = 180.0
-
 
 class CompletionServer:
     """A server's process; adapters are numbered in the order in which it was given them."""
+
+    start_s = 180.0
+    """How long it may take to be ready."""
 
     def __init__(
         self, words: Sequence[str], environment: Mapping[str, str], n_adapters: int
@@ -129,7 +130,7 @@ class CompletionServer:
         self.close()
 
     def _wait(self) -> None:
-        end = time.monotonic() + START_S
+        end = time.monotonic() + self.start_s
         while time.monotonic() < end and self._process.poll() is None:
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
