@@ -88,25 +88,21 @@ INLINE __m256 reorder(__m256 v, int layout) {
     return layout == LORAGRAPH_Q4_0X8 ? _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8)) : v;
 }
 
-/* Eight bytes of four and four columns -> the first four of all, the last four of all. */
-INLINE void split_octets(__m256i low, __m256i high, __m256i out[2]) {
-    const __m256 l = _mm256_castsi256_ps(low), h = _mm256_castsi256_ps(high);
-    out[0] = _mm256_castps_si256(_mm256_shuffle_ps(l, h, 0x88));
-    out[1] = _mm256_castps_si256(_mm256_shuffle_ps(l, h, 0xdd));
-}
-
 enum { X8_BYTES = 16 + 128 }; /* of a block: 8 F16 d, then bytes 0 to 7 of 8 columns, then 8 to 15 */
 
 /* Byte i of a column holds value i in its low and value i + 16 in its high bits, as two's complement. */
 INLINE void unpack_q4_0x8(const char *p, __m256i out[GROUPS]) {
     const __m256i flip = _mm256_set1_epi8((char)0x88), low_bits = _mm256_set1_epi8(0x0f);
     for (int half = 0; half < 2; half++) {
-        const __m256i *octets = (const __m256i *)(p + 16 + 64 * half);
-        const __m256i v0 = _mm256_xor_si256(_mm256_loadu_si256(octets), flip);
-        const __m256i v1 = _mm256_xor_si256(_mm256_loadu_si256(octets + 1), flip);
-        split_octets(_mm256_and_si256(v0, low_bits), _mm256_and_si256(v1, low_bits), out + 2 * half);
-        split_octets(_mm256_and_si256(_mm256_srli_epi16(v0, 4), low_bits),
-                     _mm256_and_si256(_mm256_srli_epi16(v1, 4), low_bits), out + 4 + 2 * half);
+        /* Eight bytes of four and four columns -> the first four of all, the last four of all. */
+        const vf low = v_load(p + 16 + 64 * half), high = v_load(p + 16 + 64 * half + 32);
+        const __m256i first = _mm256_xor_si256(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)), flip);
+        const __m256i last = _mm256_xor_si256(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), flip);
+        __m256i *values = out + 2 * half;
+        values[0] = _mm256_and_si256(first, low_bits);
+        values[1] = _mm256_and_si256(last, low_bits);
+        values[GROUPS / 2] = _mm256_and_si256(_mm256_srli_epi16(first, 4), low_bits);
+        values[GROUPS / 2 + 1] = _mm256_and_si256(_mm256_srli_epi16(last, 4), low_bits);
     }
 }
 
