@@ -151,7 +151,8 @@ PARTS: dict[str, Callable[[Plan, Figures], None]] = {
 }
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Ends the program where they do not fit."""
     parser = argparse.ArgumentParser(prog="scripts/bench serve", description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="of these, comma-separated")
     parser.add_argument("--types", default="Q4_0,F16", help=f"of {', '.join(models.VARIANTS)}")
@@ -171,6 +172,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(args.parts) - set(PARTS)
     if unknown:
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    if args.chart is not None and set(args.parts) <= {"idle"}:
+        parser.error("--chart draws throughput, first tokens and memory: expected one of them")
     return args
 
 
@@ -194,7 +197,7 @@ def run(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, writes JSON and the chart where asked."""
-    args = _arguments(argv)
+    args = arguments(argv)
     if args.chart is not None:
         check_chart()
 

@@ -14,7 +14,7 @@ from benchmarks import adapter_memory, chart, first_token, idle, models, peer, t
 from benchmarks.adapter_memory import Memory, Registering
 from benchmarks.first_token import ALORA, LORA, STAYS, TURNS, Wait
 from benchmarks.idle import Idle
-from benchmarks.serve import Figures
+from benchmarks.serve import Figures, arguments
 from benchmarks.targets import Samples
 from benchmarks.throughput import Cell
 from tests.tiny import TinyAdapter, TinyLlama
@@ -128,7 +128,32 @@ def test_unused_adapters_may_cost_no_more_than_rounds_differ(
     row = Idle("requests", unit, Samples(100, 95, 102), Samples(unused, unused, unused))
     assert row.cost == pytest.approx(cost)
     (target,) = idle.targets([row])
-    assert (target.high, target.met) == (0.05, met)
+    assert (target.high, target.met) == (5.0, met)
+
+
+@pytest.mark.parametrize(("low", "high", "bound"), [(99, 101, 3.0), (70, 101, 10.0)])
+def test_neither_calm_nor_wild_rounds_move_the_bound_far(
+    low: float, high: float, bound: float
+) -> None:
+    """3 % at least, 10 % at most."""
+    row = Idle("requests", "ms", Samples(100, low, high), Samples(100, 100, 100))
+    assert [target.high for target in idle.targets([row])] == [bound]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--parts", "memory,nonsense"], "got nonsense"),
+        (["--parts", "idle", "--chart", "a.png"], "--chart draws throughput"),
+    ],
+)
+def test_what_cannot_be_run_is_told_before_measuring(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after hours of it."""
+    with pytest.raises(SystemExit):
+        arguments(words)
+    assert told in capsys.readouterr().err
 
 
 def test_one_json_holds_all_figures_and_their_targets() -> None:
