@@ -84,7 +84,7 @@ def run_ray(plan: Plan, config: ServerConfig, ray: RayPlan, console: Console) ->
         raise ConfigError(
             f"expected Ray Serve, which is not installed ({error})",
             field="--ray",
-            hint="pip install 'loragraph[ray]'",
+            hint="in loragraph's checkout: scripts/setup, or pip install '.[ray]'",
         ) from error
     with bound_socket(plan.host, plan.port) as sock:  # Serve says less of what is wrong with it
         port = int(sock.getsockname()[1])
