@@ -84,7 +84,7 @@ def run_ray(plan: Plan, config: ServerConfig, ray: RayPlan, console: Console) ->
         raise ConfigError(
             f"expected Ray Serve, which is not installed ({error})",
             field="--ray",
-            hint="pip install 'loragraph[ray]'",
+            hint="in loragraph's checkout: scripts/setup, or pip install '.[ray]'",
         ) from error
     port = plan.port
     if not (ray.address and port):  # there Serve may listen at it already
