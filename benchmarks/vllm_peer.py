@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
-from benchmarks.serve import MODES, N_TOKENS, Cell, measure
 from benchmarks.servers import CompletionServer, LoragraphServer
+from benchmarks.targets import Target, verdicts
+from benchmarks.throughput import MODES, N_TOKENS, Cell, measure
 
 FOLDERS = "vllm"
 
@@ -78,6 +79,16 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
+def targets(cells: Sequence[Cell]) -> list[Target]:
+    """Each its own: three times vLLM's."""
+    found = []
+    for type_ in dict.fromkeys(c.type for c in cells):
+        own = {c.server: c.tokens_per_s for c in cells if (c.type, c.mode) == (type_, "each")}
+        where = f"{type_}, {MODES['each']}"
+        found.append(Target(where, own["loragraph"] / own["vllm"], "times vLLM", low=3.0))
+    return found
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench vllm", description=__doc__)
     parser.add_argument("--python", type=Path, required=True, help="of vLLM's environment")
@@ -118,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table, writes JSON where asked."""
     args = _arguments(argv)
     cells = run(args, lambda text: print(f"{text}\n", flush=True))
+    print(verdicts(targets(cells)))
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")
 
