@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,20 @@ class Cluster:
     dashboard: str
     environment: Mapping[str, str]
 
+    @property
+    def token(self) -> dict[str, str]:
+        """The key of all its doors, as variables."""
+        return {name: self.environment[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+
+    def is_up(self) -> bool:
+        """Whether its dashboard answers."""
+        headers = {"Authorization": f"Bearer {self.token['RAY_AUTH_TOKEN']}"}
+        url = f"{self.dashboard}/api/serve/applications/"
+        try:
+            return httpx.get(url, headers=headers, timeout=10).is_success
+        except httpx.HTTPError:
+            return False
+
     def run(self, *words: str) -> str:
         """One of Serve's own commands; its output."""
         done = subprocess.run(
@@ -73,6 +88,8 @@ def cluster() -> Iterator[Cluster]:
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }
     environment.pop("RAY_ADDRESS", None)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment |= token  # which all who ask bring
     words = [
         *(str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", port, "--num-cpus", 2),
@@ -87,20 +104,12 @@ def cluster() -> Iterator[Cluster]:
         )
     found = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", environment)
     try:
-        wait_until(lambda: answers(f"{found.dashboard}/api/serve/applications/"), 90)
+        wait_until(found.is_up, 90)
         yield found
     finally:
         process.send_signal(signal.SIGTERM)  # it ends what it started
         process.wait(60)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def answers(url: str) -> bool:
-    """Whether a good answer comes."""
-    try:
-        return httpx.get(url, timeout=10).is_success
-    except httpx.HTTPError:
-        return False
 
 
 def config_of(folder: Path, port: int, source: str) -> dict[str, Any]:
@@ -190,13 +199,13 @@ def test_the_command_on_a_cluster_that_others_use(cluster: Cluster, tmp_path: Pa
     ]
     texts = []
     for number in range(2):
-        with serve(tmp_path, *flags) as process:
+        with serve(tmp_path, *flags, **cluster.token) as process:
             with httpx.Client(base_url=process.url, timeout=60) as http:
                 if number == 0:
                     body = {"lora_name": "mine", "lora_path": "beta.gguf"}
                     assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
-                    assert "already" in refusal(tmp_path, *flags)
-                    assert "port" in refusal(tmp_path, *flags[:-1], str(port + 1))
+                    assert "already" in refusal(tmp_path, cluster, *flags)
+                    assert "port" in refusal(tmp_path, cluster, *flags[:-1], str(port + 1))
                 texts.append(text_of(http, "mine"))
                 assert http.get("/other").text == "still here"
                 assert set(cluster.applications()) == {"other", "loragraph"}
@@ -208,8 +217,11 @@ def test_the_command_on_a_cluster_that_others_use(cluster: Cluster, tmp_path: Pa
     cluster.run("shutdown", "--yes")
 
 
-def refusal(folder: Path, *flags: str) -> str:
+def refusal(folder: Path, cluster: Cluster, *flags: str) -> str:
     """What keeps the command from serving."""
-    with pytest.raises(AssertionError) as caught, serve(folder, *flags):
+    with (
+        pytest.raises(AssertionError) as caught,
+        serve(folder, *flags, **cluster.token),
+    ):
         pass
     return str(caught.value)
