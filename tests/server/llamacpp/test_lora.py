@@ -151,6 +151,39 @@ def test_a_cached_prefix_of_another_mix_is_never_used(http: httpx.Client, served
     assert other["content"] == switched["content"] == text(served, {"beta": 1}, prompt)
 
 
+def test_fault_1_stale_kv_after_a_global_switch(http: httpx.Client, served: Served) -> None:
+    """llama-server goes on with the slot's cells of the old set when the default is switched.
+
+    Here each switch of the default, back and forth and to the base, gives what a cold start with it
+    gives, and finds its own cells alone.
+    """
+    prompt = [*range(240, 290)]
+    switches: list[list[dict[str, Any]]] = [
+        [{"id": 0, "scale": 1}],
+        [{"id": 1, "scale": 1}],
+        [{"id": 0, "scale": 0.5}],
+        [],
+    ]
+    cold = [
+        served.engine.generate(
+            prompt,
+            adapters={ADAPTERS[one["id"]]: one["scale"] for one in switch},
+            temperature=0,
+            max_tokens=12,
+            ignore_eos=True,
+            cache_salt="cold",
+        ).text
+        for switch in switches
+    ]
+    assert len(set(cold)) == len(switches)
+    for n_found in (0, len(prompt) - 1):
+        for switch, expected in zip(switches, cold, strict=True):
+            assert http.post("/lora-adapters", json=switch).status_code == 200
+            answer = post(http, prompt=prompt)
+            assert answer["content"] == expected
+            assert answer["timings"]["cache_n"] == n_found
+
+
 def test_what_a_switch_leaves_out_gets_scale_0(http: httpx.Client) -> None:
     """As in llama-server; an empty list switches all off."""
     http.post("/lora-adapters", json=[{"id": 0, "scale": 1}, {"name": "gamma", "scale": 2}])

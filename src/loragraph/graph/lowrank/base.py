@@ -20,6 +20,10 @@ NODES_PER_PAIR_BUDGET = 6
 """Nodes that llama.cpp reserves for one pair of a registered adapter; the branch uses four."""
 
 
+MAX_MIX = 16
+"""Adapters that a token carries at most: step inputs have room for so many of every token."""
+
+
 class RowSet(Enum):
     """Which rows an activation holds: all tokens, the outputs, or those of them with logits."""
 

@@ -19,6 +19,7 @@ from loragraph.ggml.handles import F32, Tensor, data_address
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
 from loragraph.graph.lowrank.base import (
+    MAX_MIX,
     GraphLowering,
     NoLowering,
     PlainNorms,
@@ -47,7 +48,11 @@ class RoutedLowering:
     name = "routed"
 
     def __init__(
-        self, weights: Mapping[str, Weight], resident: Resident, n_batch: int, max_mix: int = 16
+        self,
+        weights: Mapping[str, Weight],
+        resident: Resident,
+        n_batch: int,
+        max_mix: int = MAX_MIX,
     ) -> None:
         self._weights = weights
         self._resident = resident

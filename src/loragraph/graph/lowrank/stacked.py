@@ -21,6 +21,7 @@ from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
 from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.lowrank.base import (
+    MAX_MIX,
     GraphLowering,
     NoLowering,
     PlainNorms,
@@ -50,7 +51,7 @@ class StackedLowering:
         *,
         tied: bool,
         n_slots: int = 64,
-        max_mix: int = 16,
+        max_mix: int = MAX_MIX,
     ) -> None:
         self._weights = weights
         self._max_mix = max_mix
