@@ -158,6 +158,23 @@ def test_agrees_with_the_reference(model: TinyModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", TINY_EXPERTS)
+def test_factors_of_all_weights_agree_with_the_reference(arch: str, tmp_path: Path) -> None:
+    """Factors of experts, shared experts and heads too, which libllama reads in part and multiplies
+    by in llama and qwen3moe alone: the float64 reading's logits, with an adapter and without."""
+    tiny = TINY_EXPERTS[arch](scales=True)
+    files = Files(tmp_path, tiny, TinyAdapter(seed=1, output=True, embeddings=True, b_std=0.05))
+    reference, tokens = ReferenceExperts.read(files.base, 256), TOKENS[:20]
+    cases = CASES[:2]
+    exact = [
+        reference.logits(tokens, list(zip(files.arrays, scales, strict=True))) for scales in cases
+    ]
+    for lowering in LOWERINGS:
+        actual = loragraph_logits(files.base, files.adapters, cases, tokens, lowering=lowering)
+        for scales, expected in zip(cases, exact, strict=True):
+            assert nmse(actual[scales], expected) <= EXACT_BOUND, (lowering, scales)
+
+
+@pytest.mark.parametrize("arch", TINY_EXPERTS)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_runtime_is_merged(lowering: LoweringName, arch: str, tmp_path: Path) -> None:
     """Adapters of every matrix, router and table and head included, are the weights merged."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as GGMLType
 
@@ -29,8 +30,9 @@ from tests.numerics.runs import (
 from tests.reference.adapter import AdapterArrays
 from tests.reference.family import ReferenceFamily
 from tests.reference.merge import merge
-from tests.tiny import TinyAdapter, TinyModel
-from tests.tiny_families import TINY_FAMILIES, VARIANTS
+from tests.tiny import TinyAdapter, TinyLlama, TinyModel
+from tests.tiny_experts import TinyGraniteMoE, TinyMixtral
+from tests.tiny_families import TINY_FAMILIES, VARIANTS, TinyGranite, TinyPhi3
 
 TOKENS = random_tokens(140)
 N_CTX = 256
@@ -135,6 +137,52 @@ def test_runtime_is_merged(lowering: LoweringName, arch: str, tmp_path: Path) ->
             one = loaded.load_adapter(tmp_path / "a.gguf", tied_output=tied_output)
             with open_context(loaded, EXACT, lowering=lowering) as context:
                 assert nmse(run(context, TOKENS, {one: 0.5}), expected) <= bound(model)
+
+
+@pytest.mark.parametrize("arch", TINY_FAMILIES)
+def test_factors_of_all_weights_agree_with_the_reference(arch: str, tmp_path: Path) -> None:
+    """Factors behind the feed-forward too, which libllama reads and, but in llama and qwen3, does
+    not multiply by: the float64 reference's logits, in which they belong to the base's product."""
+    model = TINY_FAMILIES[arch](scales=True)
+    files, tokens = Files(tmp_path, model), TOKENS[:40]
+    reference = ReferenceFamily.read(files.base, N_CTX)
+    exact = {
+        scales: reference.logits(tokens, list(zip(files.arrays, scales, strict=True)))
+        for scales in CASES
+    }
+    for lowering in LOWERINGS:
+        actual = loragraph_logits(files.base, files.adapters, CASES, tokens, lowering=lowering)
+        for scales in CASES:
+            assert nmse(actual[scales], exact[scales]) <= bound(model, "float64"), scales
+    if arch in ("llama", "qwen3"):
+        expected = libllama_logits(files.base, [], [()], tokens)[()]
+        assert np.array_equal(loragraph_logits(files.base, [], [()], tokens)[()], expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (TinyLlama, True),
+        (TinyMixtral, True),
+        (TinyGranite, True),
+        (TinyGraniteMoE, True),
+        (TinyPhi3, True),
+        (TinyPhi3, False),
+    ],
+)
+def test_longrope_switches_its_factors_where_libllama_does(
+    model: type[TinyModel], named: bool, tmp_path: Path
+) -> None:
+    """One file with room for the original context or for more: libllama's bits, and unlike ones,
+    whether the type names longrope or, as in phi3 alone, the factors do."""
+    tiny = model(long_factors=True, rope_orig_ctx=256, rope_scaling="longrope" if named else None)
+    base, tokens = tiny.write(tmp_path / "m.gguf"), TOKENS[:40]
+    actual = []
+    for n_ctx in (256, 512):
+        expected = libllama_logits(base, [], [()], tokens, n_ctx=n_ctx)[()]
+        actual.append(loragraph_logits(base, [], [()], tokens, n_ctx=n_ctx)[()])
+        assert np.array_equal(actual[-1], expected), n_ctx
+    assert nmse(*actual) > 1e-3
 
 
 TYPES: dict[str, tuple[float, float]] = {
