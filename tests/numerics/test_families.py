@@ -5,6 +5,8 @@ The prompts cross every sliding window and the context that positions were stret
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +194,8 @@ TYPES: dict[str, tuple[float, float]] = {
     "Q8_0": (1e-4, 2e-4),
     "Q4_K": (3e-4, 3e-4),
 }
+MOST_OF_F16 = 4e-6
+"""libllama's own distance to float64 where a variant misses the bound: measured at most 1.4e-6."""
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -204,19 +208,39 @@ def test_types_agree_with_libllama(arch: str, type: str, tmp_path: Path) -> None
     model = TINY_FAMILIES[arch](
         n_embd=256, n_head=4, head_dim=64, n_ff=256, weight_type=GGMLType[type]
     )
-    files = Files(tmp_path, model)
+    check_type(Files(tmp_path, model), type, LOWERINGS, CASES)
+
+
+@pytest.mark.parametrize("type", ["F16", "Q8_0"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_types_of_all_variants_agree_with_libllama(variant: str, type: str, tmp_path: Path) -> None:
+    """Optional parts on and off beside half-precision and quantised matrices; of the deep models
+    what has libllama's bits."""
+    model = replace(VARIANTS[variant], weight_type=GGMLType[type])
+    lowerings = LOWERINGS[:1] if model.n_layer > 40 else LOWERINGS[:2]
+    check_type(Files(tmp_path, model), type, lowerings, CASES[:2])
+
+
+def check_type(
+    files: Files, type: str, lowerings: Sequence[LoweringName], cases: Sequence[Scales]
+) -> None:
+    """libllama's bits where the order is the same; else the bound, or as near to float64 as it, and
+    nearer with F16 weights, for which libllama rounds activations and our products do not."""
     tokens = TOKENS[:60]
-    expected = libllama_logits(files.base, files.adapters, CASES, tokens)
-    for lowering in LOWERINGS:
-        actual = loragraph_logits(files.base, files.adapters, CASES, tokens, lowering=lowering)
-        for scales in CASES:
+    expected = libllama_logits(files.base, files.adapters, cases, tokens)
+    for lowering in lowerings:
+        actual = loragraph_logits(files.base, files.adapters, cases, tokens, lowering=lowering)
+        for scales in cases:
             one = lowering == "branch" and not scales[1]
             same_order = one or (not any(scales) and same_base(lowering, type))
-            allowed = 0 if same_order else TYPES[type][arch.startswith("gemma")]
+            allowed = 0 if same_order else TYPES[type][files.model.arch.startswith("gemma")]
             if nmse(actual[scales], expected[scales]) <= allowed:
                 continue
             assert not same_order, (lowering, scales)
-            assert type != "F16", (lowering, scales)
             active = list(zip(files.arrays, scales, strict=True))
             exact = ReferenceFamily.read(files.base, N_CTX).logits(tokens, active)
-            assert as_near(actual[scales], expected[scales], exact), (lowering, scales)
+            if type == "F16":
+                distance = nmse(expected[scales], exact)
+                assert nmse(actual[scales], exact) < distance <= MOST_OF_F16, (lowering, scales)
+            else:
+                assert as_near(actual[scales], expected[scales], exact), (lowering, scales)
