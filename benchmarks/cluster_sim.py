@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.chart import check_chart
 from benchmarks.cluster_chart import draw
 from benchmarks.cluster_costs import CHECK_S, N_ADAPTERS, N_SLOTS, Costs, measure, read_costs
 from benchmarks.cluster_load import Burst, Shape, arrivals, shares
@@ -225,6 +226,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, or simulates and prints."""
     args = _arguments(argv)
+    if args.chart is not None:
+        check_chart()
 
     def report(text: str) -> None:
         print(text, flush=True)

@@ -93,10 +93,14 @@ def speed_rows(
             for k in range(len(names)):
                 name = names[(i + k) % len(names)]
                 rounds[name].append(sides[name].round(prompt, DECODE))
-        prefills = {name: [len(prompt) / r.prefill_s for r in own] for name, own in rounds.items()}
-        decodes = {name: [DECODE / r.decode_s for r in own] for name, own in rounds.items()}
-        yield row_of(type_, f"{label} prefill", "tokens/s", dict(prefills))
-        yield row_of(type_, f"{label} decode", "tokens/s", dict(decodes))
+        prefills: dict[str, list[float]] = {
+            name: [len(prompt) / r.prefill_s for r in own] for name, own in rounds.items()
+        }
+        decodes: dict[str, list[float]] = {
+            name: [DECODE / r.decode_s for r in own] for name, own in rounds.items()
+        }
+        yield row_of(type_, f"{label} prefill", "tokens/s", prefills)
+        yield row_of(type_, f"{label} decode", "tokens/s", decodes)
 
 
 def load_rows(
@@ -116,10 +120,14 @@ def load_rows(
             result = measure_load(name, base, prompt, settings)
             if i:
                 results[name].append(result)
-    seconds = {name: [1000 * r.load_s for r in own] for name, own in results.items()}
-    memory = {name: [r.used_bytes / 2**20 for r in own] for name, own in results.items()}
-    yield row_of(type_, "load", "ms", dict(seconds))
-    yield row_of(type_, "memory", "MiB", dict(memory))
+    seconds: dict[str, list[float]] = {
+        name: [1000 * r.load_s for r in own] for name, own in results.items()
+    }
+    memory: dict[str, list[float]] = {
+        name: [r.used_bytes / 2**20 for r in own] for name, own in results.items()
+    }
+    yield row_of(type_, "load", "ms", seconds)
+    yield row_of(type_, "memory", "MiB", memory)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -3,17 +3,20 @@
 Shapes of SmolLM2-135M: 9 query heads over 3 K/V heads of 64 values. Decode: 32 tokens, each with
 its own cells in scattered blocks of 32, or all on one shared prompt; ggml reads the same number of
 contiguous cells, one stream a token. Prefill: a chunk of tokens of one sequence. Graphs of several
-layers, so that K and V come from memory; best of several passes, the variants in turn. With one
-thread, its processor time, so that a busy machine can be used.
+layers, so that K and V come from memory; medians of several passes, the variants in turn. The
+unified cells are llama.cpp's other layout: one stream of all sequences' cells, in which a mask
+hides from each token those of the others. With one thread, its processor time, so that a busy
+machine can be used.
 
-    python benchmarks/kernel_attention.py [--threads 2] [--layers 8] [--isa NAME] [--type f16]
+    scripts/bench attention [--threads 2] [--layers 8] [--isa NAME] [--type f16]
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +24,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
+from benchmarks.targets import Target, verdicts
 from loragraph.ggml.handles import (
     F16,
     F32,
@@ -45,6 +49,9 @@ from loragraph.kernels.lowrank import dispatch, forced_dispatch
 
 TYPES = {"f16": F16, "f32": F32, "q8_0": 8}
 BLOCK = 32
+FLASH, UNIFIED = "flash, own contiguous cells", "flash, unified cells"
+CELLS = "cells, own blocks of 32"
+_MAX_OVER_OWN, _MIN_OVER_UNIFIED = 1.1, 3.0
 
 
 class Bench:
@@ -159,18 +166,49 @@ def shared(n_rows: int, n_shared: int) -> Stretches:
     return Stretches(*(np.asarray(part, np.int32) for part in parts))
 
 
-def report(bench: Bench, title: str, graphs: dict[str, tuple[Any, Tensor]], repeats: int) -> None:
-    """Best time of each graph and its ratio to the first; and how far the results are apart."""
+def report(
+    bench: Bench, title: str, graphs: dict[str, tuple[Any, Tensor]], repeats: int
+) -> dict[str, float]:
+    """Prints, and gives by name, the median time of each graph; and its ratio to the first's."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(repeats):
+    for i in range(repeats + 1):
         for name, (graph, _) in graphs.items():
-            times[name].append(bench.time(graph))
+            seconds = bench.time(graph)
+            if i:  # the first pass warms
+                times[name].append(seconds)
     print(title)
-    first = min(next(iter(times.values())))
-    for name, values in times.items():
-        best = min(values)
-        per_layer = 1e3 * best / bench.n_layers
-        print(f"  {name:34} {per_layer:8.3f} ms a layer  {best / first:6.3f} x")
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    first = next(iter(medians.values()))
+    for name, median in medians.items():
+        per_layer = 1e3 * median / bench.n_layers
+        print(f"  {name:34} {per_layer:8.3f} ms a layer  {median / first:6.3f} x")
+    return medians
+
+
+def unified_mask(n: int, n_own: int) -> NDArray[np.float16]:
+    """(1, n, n * n_own): each row sees its own cells of one stream that holds all of them."""
+    mask = np.full((n, n, n_own), -np.inf, np.float16)
+    mask[np.arange(n), np.arange(n)] = 0
+    return mask.reshape(1, n, n * n_own)
+
+
+def targets(medians: Mapping[str, float]) -> list[Target]:
+    """What is asked of blocks of 32 cells, from median times."""
+    cells = medians[CELLS]
+    return [
+        Target(
+            "attention over own blocks of 32",
+            cells / medians[FLASH],
+            "times ggml's over contiguous cells",
+            high=_MAX_OVER_OWN,
+        ),
+        Target(
+            "attention over own blocks of 32",
+            medians[UNIFIED] / cells,
+            "times faster than ggml's over unified cells",
+            low=_MIN_OVER_UNIFIED,
+        ),
+    ]
 
 
 def decode(lib: Any, shape: LayerShape, arguments: argparse.Namespace) -> None:
@@ -178,13 +216,15 @@ def decode(lib: Any, shape: LayerShape, arguments: argparse.Namespace) -> None:
     n, n_own = arguments.rows, arguments.cells
     bench = Bench(lib, shape, n * (n_own + BLOCK), arguments.layers, arguments.threads)
     graphs = {
-        "flash, own contiguous cells": bench.flash(n_own, n, np.zeros((n, 1, n_own), np.float16)),
-        "cells, own blocks of 32": bench.cells(own(n, n_own, bench.n_cells), n),
+        FLASH: bench.flash(n_own, n, np.zeros((n, 1, n_own), np.float16)),
+        UNIFIED: bench.flash(n * n_own, 1, unified_mask(n, n_own)),
+        CELLS: bench.cells(own(n, n_own, bench.n_cells), n),
         "cells, own contiguous": bench.cells(own(n, n_own, bench.n_cells, n_own), n),
         "cells, own single scattered": bench.cells(own(n, n_own, bench.n_cells, 1), n),
         "cells, one shared prompt": bench.cells(shared(n, n_own), n),
     }
-    report(bench, f"decode: {n} rows of {n_own} cells", graphs, arguments.repeats)
+    title = f"decode: {n} rows of {n_own} cells"
+    print(verdicts(targets(report(bench, title, graphs, arguments.repeats))))
 
 
 def prefill(lib: Any, shape: LayerShape, arguments: argparse.Namespace, n: int, past: int) -> None:
@@ -213,7 +253,8 @@ def main() -> None:
     parser.add_argument("--isa", default="")
     arguments = parser.parse_args()
     type_, size = TYPES[arguments.type], arguments.head_size
-    shape = LayerShape(*arguments.heads, size, size, type_, type_, size**-0.5)
+    n_head, n_head_kv = arguments.heads
+    shape = LayerShape(n_head, n_head_kv, size, size, type_, type_, size**-0.5)
     lib = load_library()
     with forced_dispatch(arguments.isa) if arguments.isa else nullcontext():
         print(f"instruction set: {dispatch()}, {arguments.threads} threads, K and V {type_}")

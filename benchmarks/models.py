@@ -96,6 +96,32 @@ def random_adapter(
     return made
 
 
+def numbered_adapters(adapter: Path, cache: Path, count: int) -> list[Path]:
+    """`count` files of the adapter's header and size, no two with the same bytes.
+
+    They are sparse: the weights are zeros but for the file's number, and take no disk.
+    """
+    folder = cache / f"{adapter.stem}-numbered-{_stamp(adapter)}"
+    header = b""
+    paths = []
+    for i in range(count):
+        made = folder / f"{i}.gguf"
+        if not made.exists():
+            header = header or _header(adapter)
+            with _atomic(made) as path:
+                path.write_bytes(header + np.float16(i + 1).tobytes())
+                os.truncate(path, adapter.stat().st_size)
+        paths.append(made)
+    return paths
+
+
+def _header(path: Path) -> bytes:
+    """The file up to the first tensor's data."""
+    offset = int(gguf.GGUFReader(path).data_offset)
+    with path.open("rb") as file:
+        return file.read(offset)
+
+
 def wide_vocabulary(cache: Path) -> Path:
     """A random llama model of Qwen2.5-0.5B's sizes, Q4_0: the base's vocabulary and fillers."""
     made = cache / f"wide-vocabulary-{_FORMAT}.gguf"

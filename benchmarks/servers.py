@@ -17,16 +17,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-START_S = 180.0
+LAYOUTS = {"llama-server": False, "llama-server -kvu": True}
+"""The peer's names, and whether its KV is unified."""
 
 
 class CompletionServer:
     """A server's process; adapters are numbered in the order in which it was given them."""
+
+    start_s = 180.0
+    """How long it may take to be ready."""
 
     def __init__(
         self, words: Sequence[str], environment: Mapping[str, str], n_adapters: int
@@ -57,8 +62,16 @@ class CompletionServer:
     @property
     def rss_mib(self) -> float:
         """Its resident memory without mapped files' pages, which the system can take back, MiB."""
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
+        return self.resident_mib()["RssAnon"]
+
+    def resident_mib(self) -> dict[str, float]:
+        """VmRSS (all resident memory) and RssAnon (what is not of mapped files), MiB."""
+        found = {}
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in ("VmRSS", "RssAnon"):
+                found[name] = int(value.split()[0]) / 1024
+        return found
 
     def seconds(
         self,
@@ -129,7 +142,7 @@ class CompletionServer:
         self.close()
 
     def _wait(self) -> None:
-        end = time.monotonic() + START_S
+        end = time.monotonic() + self.start_s
         while time.monotonic() < end and self._process.poll() is None:
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
@@ -189,6 +202,34 @@ class LoragraphServer(CompletionServer):
         for i, path in enumerate(adapters):
             words += ["--lora", f"a{i}={path}"]
         super().__init__(words, {}, len(adapters))
+
+
+@contextmanager
+def side_by_side(
+    peer: Path | None,
+    base: Path,
+    adapters: Sequence[Path],
+    *,
+    n_slots: int,
+    n_threads: int,
+    n_ctx: int,
+    unified: bool = True,
+) -> Iterator[dict[str, CompletionServer]]:
+    """loragraph and, where there is a peer, llama-server with separate KV and, unless not
+    `unified`, with unified KV."""
+    sizes = {"n_slots": n_slots, "n_threads": n_threads, "n_ctx": n_ctx}
+    with ExitStack() as running:
+        servers: dict[str, CompletionServer] = {
+            "loragraph": running.enter_context(LoragraphServer(base, adapters, **sizes))
+        }
+        if peer is not None:
+            for name, layout in LAYOUTS.items():
+                if layout and not unified:
+                    continue
+                servers[name] = running.enter_context(
+                    LlamaServer(peer, base, adapters, unified=layout, **sizes)
+                )
+        yield servers
 
 
 def _linked(source: Path, folder: Path) -> Path:

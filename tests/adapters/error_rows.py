@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,12 @@ class Row:
 
 def _with(name: str, raw: Raw) -> dict[str, Raw]:
     return good_tensors() | {name: raw}
+
+
+def _placed(half: str, offset: int) -> dict[str, Raw]:
+    """A right adapter in which one tensor's data is said to stand at `offset`."""
+    tensors = good_tensors()
+    return tensors | {f"{Q}.{half}": replace(tensors[f"{Q}.{half}"], offset=offset)}
 
 
 def _value(value: float, type_: Any = F32) -> dict[str, Raw]:
@@ -504,5 +510,29 @@ ROWS = [
         GGUFError,
         ("data is not within the file bounds, file is corrupted or incomplete",),
         tensors={f"{Q}.lora_a": Raw((N_EMBD, 2**40), 0, bytes(32))},
+    ),
+    Row(
+        "tensors that overlap",
+        GGUFError,
+        ("not a readable GGUF file", f"'{Q}.lora_b' has offset 0, expected {4 * 4 * N_EMBD}"),
+        tensors=_placed("lora_b", 0),
+    ),
+    Row(
+        "tensors that overlap in part",
+        GGUFError,
+        ("not a readable GGUF file", f"'{Q}.lora_b' has offset 512, expected {4 * 4 * N_EMBD}"),
+        tensors=_placed("lora_b", 512),
+    ),
+    Row(
+        "a hole between tensors",
+        GGUFError,
+        ("not a readable GGUF file", f"'{Q}.lora_b' has offset 2048, expected {4 * 4 * N_EMBD}"),
+        tensors=_placed("lora_b", 2048),
+    ),
+    Row(
+        "data beyond the end",
+        GGUFError,
+        ("not a readable GGUF file", "has offset 1048576"),
+        tensors=_placed("lora_a", 1 << 20),
     ),
 ]

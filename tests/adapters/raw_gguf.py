@@ -40,6 +40,7 @@ class Raw:
     ne: tuple[int, ...]
     type: int
     data: bytes
+    offset: int | None = None  # overrides the place in the data section
 
 
 def tensor(values: Any, type_: GGMLQuantizationType = F32) -> Raw:
@@ -59,7 +60,7 @@ def gguf_bytes(
     data = b""
     for name, raw in items:
         head += _text(name) + struct.pack(f"<I{len(raw.ne)}Q", len(raw.ne), *raw.ne)
-        head += struct.pack("<IQ", raw.type, len(data))
+        head += struct.pack("<IQ", raw.type, len(data) if raw.offset is None else raw.offset)
         data += _padded(raw.data)
     return _padded(head) + data
 

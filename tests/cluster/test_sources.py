@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ import fsspec
 import pytest
 
 from loragraph.cluster import sources as module
-from loragraph.cluster.cache import digest_of
 from loragraph.cluster.sources import SourceOptions, Sources, adapter_check
+from loragraph.cluster.transports import require_packages
 from loragraph.errors import (
     AdapterFormatError,
     CapacityError,
@@ -428,13 +427,31 @@ def test_what_a_file_system_raises_is_not_repeated(
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize(
+    ("missing", "url", "hint"),
+    [
+        ("fsspec", "s3://bucket/a", "loragraph[remote]"),
+        ("s3fs", "s3://bucket/a", "pip install s3fs"),
+        ("gcsfs", "gs://bucket/a", "pip install gcsfs"),
+        ("gcsfs", "gcs://bucket/a", "pip install gcsfs"),
+        ("adlfs", "abfs://box/a", "pip install adlfs"),
+        ("huggingface_hub", "hf://owner/repo/a", "pip install huggingface_hub"),
+    ],
+)
 def test_a_missing_package_is_named(
-    options: SourceOptions, monkeypatch: pytest.MonkeyPatch
+    options: SourceOptions, monkeypatch: pytest.MonkeyPatch, missing: str, url: str, hint: str
 ) -> None:
-    """With what to install."""
-    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    with pytest.raises(ConfigError, match=r"loragraph\[remote\]"):
-        opened(options).fetch("s3://bucket/a")
+    """With what to install, when it is asked for and, by schemes, at the start."""
+    monkeypatch.setitem(__import__("sys").modules, missing, None)
+    for ask in (
+        lambda: opened(options).fetch(url),
+        lambda: require_packages(["http", url.partition("://")[0]]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ask()
+        assert hint in (caught.value.hint or "")
+        assert caught.value.field == "source"
+    require_packages(["http", "https"])
 
 
 def test_options_never_show_credentials(options: SourceOptions) -> None:
@@ -443,50 +460,6 @@ def test_options_never_show_credentials(options: SourceOptions) -> None:
     assert "hush" not in shown
     with pytest.raises(ConfigError, match="max_tries"):
         replace(options, max_tries=0)
-
-
-def folder_of(path: Path) -> dict[str, bytes]:
-    """A PEFT folder's files, readable as such."""
-    header = json.dumps(
-        {"base_model.model.x.lora_A.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
-    ).encode()
-    files = {
-        "adapter_config.json": b'{"peft_type": "LORA"}',
-        "adapter_model.safetensors": len(header).to_bytes(8, "little") + header + bytes(4),
-    }
-    path.mkdir()
-    for name, data in files.items():
-        (path / name).write_bytes(data)
-    return files
-
-
-def test_a_peft_folder_is_fetched_as_a_tree(
-    server: FileServer, options: SourceOptions, lib: Library
-) -> None:
-    """From the shared folder or by HTTP, with one digest for both, and only the two files."""
-    assert options.root
-    files = folder_of(options.root / "peft")
-    (options.root / "peft" / "README.md").write_text("more")
-    sources = opened(options, adapter_check(lib))
-    with sources.fetch("peft") as got:
-        assert got.path.is_dir()
-        assert {p.name: p.read_bytes() for p in got.path.iterdir()} == files
-        digest = got.digest
-    assert digest == digest_of(got.path)
-    for name, data in files.items():
-        url = server.add(f"/peft/{name}", data, ranged)
-    with opened(options, adapter_check(lib)).fetch(f"{url.rpartition('/')[0]}/") as remote:
-        assert remote.digest == digest
-
-
-def test_a_folder_is_bounded_as_a_whole(options: SourceOptions) -> None:
-    """Not each of its files alone."""
-    assert options.root
-    files = folder_of(options.root / "peft")
-    bound = max(map(len, files.values())) + 1
-    with pytest.raises(SourceError, match="expected at most"):
-        opened(replace(options, max_file_bytes=bound)).fetch("peft")
-    assert parts(options) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"GGUF" + b"\xff" * 100, DATA])

@@ -122,6 +122,18 @@ def test_a_shortened_file_is_refused(tmp_path: Path) -> None:
             load(path)
 
 
+@pytest.mark.parametrize("distance", [-64, -32, 32, 1 << 30])
+def test_tensors_that_overlap_are_refused(distance: int, tmp_path: Path) -> None:
+    """Data said to stand in another tensor's, behind a hole or beyond the end: a GGUFError that
+    names the tensor, its place and the place expected."""
+    tensors = TinyLlama().raw_tensors()
+    start = len(tensors[0].data)
+    tensors[1] = replace(tensors[1], offset=start + distance)
+    places = f"has offset {start + distance}, expected {start}"
+    with pytest.raises(GGUFError, match=f"{tensors[1].name}.*{places}"):
+        load(write(tmp_path / "m.gguf", tensors))
+
+
 @pytest.mark.parametrize("alignment", [4, 8, 16])
 def test_misaligned_tensors_are_copied(alignment: int, tmp_path: Path) -> None:
     """A file whose alignment is below ggml's own is loaded by copying, with the same bits."""

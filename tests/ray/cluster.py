@@ -82,14 +82,22 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 @contextmanager
-def front(folder: Path, **more: Any) -> Iterator[Front]:
-    """Deploys an application in the running cluster."""
+def front(
+    folder: Path,
+    *,
+    beside: Front | None = None,
+    name: str = "loragraph",
+    route_prefix: str = "/",
+    **more: Any,
+) -> Iterator[Front]:
+    """Deploys an application in the running cluster; `beside`: one that runs there already."""
     from loragraph.ray import local
 
     args = app_args(folder, **more)
-    port = free_port()
-    with local.running(args, local.Listen("127.0.0.1", port)) as replicas:
-        yield Front(f"http://127.0.0.1:{port}", args, replicas)
+    port = free_port() if beside is None else int(beside.url.rpartition(":")[2])
+    listen = local.Listen("127.0.0.1", port)
+    with local.running(args, listen, name=name, route_prefix=route_prefix) as replicas:
+        yield Front(f"http://127.0.0.1:{port}{route_prefix.rstrip('/')}", args, replicas)
 
 
 def completion(http: httpx.Client, model: str, n: int = 8, **fields: Any) -> Mapping[str, Any]:

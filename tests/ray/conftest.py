@@ -58,7 +58,7 @@ def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(served_folder: Path) -> Iterator[RayServed]:
     """Two replicas behind a front, shared by all files: a cluster takes long to start."""
     if not HAS_RAY:
-        pytest.skip("Ray is not installed: pip install 'loragraph[ray]'")
+        pytest.skip("Ray is not installed: pip install '.[ray]'")
     from loragraph.ray import local
 
     adapters = {name: served_folder / "adapters" / f"{name}.gguf" for name in ADAPTERS}

@@ -186,7 +186,7 @@ def test_without_ray_the_command_says_what_to_install(
     monkeypatch.delattr(loragraph.ray, "local", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     message = refused(tmp_path, "base.gguf", "--ray", "--port", "0")
-    assert "pip install 'loragraph[ray]'" in message
+    assert "pip install '.[ray]'" in message
 
 
 def test_signals_before_and_after_the_start() -> None:
@@ -207,7 +207,7 @@ def test_signals_before_and_after_the_start() -> None:
     assert signal.getsignal(signal.SIGINT) is not handler
 
 
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'loragraph[ray]'")
+@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install '.[ray]'")
 def test_it_serves_and_drains(tmp_path: Path) -> None:
     """From one command to answers; a signal lets a running stream end, and then status 0."""
     write_files(tmp_path)

@@ -241,3 +241,22 @@ def test_a_client_that_leaves_cancels_the_call() -> None:
         asyncio.run(leaves(one))
         assert one.replies[0].cancelled
         assert len(one.hints) == 1
+
+
+def test_a_client_that_reads_nothing_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    """Its answer gets no end, the replica need not go on, and nobody is asked once more."""
+
+    class Stalled(Exchange):
+        async def _send(self, message: Message) -> None:
+            if self.sent:
+                await asyncio.Event().wait()
+            self.sent.append(message)
+
+    exchange = Stalled([accepted(), start(EVENTS), piece(b"a"), "wait"])
+    exchange.forwarder = Forwarder(exchange._call, accept_s=5, send_s=0.01)
+    asyncio.run(exchange.run())
+
+    assert [message["type"] for message in exchange.sent] == ["http.response.start"]
+    assert exchange.replies[0].cancelled
+    assert exchange.forwarder.counts.n_retries == exchange.forwarder.counts.n_cut == 0
+    assert "is cut off" in caplog.text

@@ -4,106 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from starlette.types import Message, Scope
 
 from loragraph.adapters.convert import convert
-from loragraph.cluster.catalogue_copy import CatalogueCopy, HubLostError
 from loragraph.cluster.catalogue_hub import CatalogueHub
 from loragraph.errors import AdapterMismatchError, LifecycleError
-from loragraph.ray.forward import Forwarder, ReplicaLostError
-from loragraph.ray.front import Front
 from loragraph.ray.hint import Hint
 from loragraph.ray.member import Member
 from loragraph.ray.options import AdapterArg, AppArgs
-from loragraph.ray.routing import Routing
 from tests.adapters.convert.folders import lora, peft
 from tests.cluster.http_files import file_server, whole
 from tests.ray.cluster import app_args
+from tests.ray.fleet import Fleet, Link
 from tests.server.serving import write_files
 from tests.server.test_peft import MODULES
 from tests.tiny import TinyAdapter, TinyLlama
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-
-
-class Link:
-    """A replica's way to the hub, which can be cut."""
-
-    def __init__(self, hub: CatalogueHub) -> None:
-        self._hub = hub
-        self.cut = False
-
-    async def poll(self, who: str, since: int, *, lease: bool, wait_s: float) -> dict[str, Any]:
-        if self.cut:
-            await asyncio.sleep(0)
-            raise HubLostError("cut")
-        return await self._hub.poll(who, since, lease=lease, wait_s=wait_s)
-
-    async def change(
-        self,
-        op: str,
-        name: str = "",
-        *,
-        content: Mapping[str, Any] | None = None,
-        generation: int | None = None,
-        mix: Mapping[str, float] | None = None,
-    ) -> int:
-        if self.cut:
-            raise HubLostError("cut")
-        return await self._hub.change(op, name, content=content, generation=generation, mix=mix)
-
-
-class Replies:
-    """A replica's answer, as a handle would give it."""
-
-    def __init__(self, answer: AsyncGenerator[list[Message], None]) -> None:
-        self._answer = answer
-
-    def __aiter__(self) -> AsyncGenerator[list[Message], None]:
-        return self._answer
-
-    def cancel(self) -> None:
-        pass
-
-
-class Fleet:
-    """Two members, and a front whose router knows them."""
-
-    def __init__(self, args: AppArgs) -> None:
-        self.args = args
-        self.hub = CatalogueHub(args.catalogue_dir)
-        self.links = [Link(self.hub), Link(self.hub), Link(self.hub)]
-        self.members = [Member(id_, args, self.links[i]) for i, id_ in enumerate("ab")]
-        self.routing = Routing()
-        copy = CatalogueCopy(self.links[2], "front", args.catalogue_dir, lease=True)
-        self.copy = copy
-        self.front = Front(
-            args.server_config(), Forwarder(self._call, accept_s=20), copy, self._figures
-        )
-        self.only: str | None = None  # the one replica that requests go to
-        self.hints: list[Hint] = []
-
-    def _call(self, scope: Scope, body: bytes, hint: Hint) -> Replies:
-        self.hints.append(hint)
-        order = [self.only] if self.only else self.routing.order(hint)
-        if not order:
-            raise ReplicaLostError("none")
-        member = next(one for one in self.members if one.id == order[0])
-        self.routing.sent(member.id, hint)
-        return Replies(member.serve(scope, body, hint))
-
-    async def _figures(self) -> Sequence[Mapping[str, Any]]:
-        return [await one.figures() for one in self.members]
-
-    async def report(self) -> None:
-        """As Serve asks for it now and then."""
-        self.routing.update({one.id: await one.report() for one in self.members})
 
 
 Test = Callable[[Fleet, httpx.AsyncClient], Awaitable[None]]
@@ -114,22 +36,13 @@ def run(args: AppArgs, test: Test) -> None:
 
     async def main() -> None:
         fleet = Fleet(args)
-        following = asyncio.ensure_future(fleet.copy.follow())
-        try:
-            async with asyncio.timeout(100):
-                for member in fleet.members:
-                    await member.open()
-                await fleet.report()
-                transport = httpx.ASGITransport(app=fleet.front)
-                async with httpx.AsyncClient(
-                    transport=transport, base_url="http://localhost", timeout=60
-                ) as http:
-                    await test(fleet, http)
-        finally:
-            following.cancel()
-            for member in fleet.members:
-                await member.close()
-            fleet.hub.close()
+        transport = httpx.ASGITransport(app=fleet.front)
+        async with (
+            asyncio.timeout(100),
+            fleet,
+            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http,
+        ):
+            await test(fleet, http)
 
     asyncio.run(main())
 

@@ -45,7 +45,7 @@ def test_figures_of_one_engine_come_from_one_replica(path: str, word: str) -> No
     assert routes.sticky_word(path) == word
 
 
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'loragraph[ray]'")
+@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install '.[ray]'")
 @pytest.mark.filterwarnings("ignore")
 def test_the_example_is_an_application() -> None:
     """Its arguments are checked, and both deployments are bound."""

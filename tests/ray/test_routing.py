@@ -163,3 +163,19 @@ def test_a_replica_that_joins_changes_no_figures_of_the_others() -> None:
     routing.update({"b": known["b"]})
     routing.ended("a")  # of one that has gone: nothing
     assert routing.order(hint(X)) == ["b"]
+
+
+def test_a_replica_that_the_client_asks_for_comes_first() -> None:
+    """However busy it is, unless it drains or failed the request; a word that names none is no
+    replica's.
+    """
+    routing = routed("a", "b", "c")
+    busy = {"a": report(9), "b": report(9), "c": report(0, draining=True)}
+    routing.update(busy)
+    for wanted, other in (("a", "b"), ("b", "a")):
+        for asked in (hint(X, prefer=wanted), hint(prefer=wanted), hint(sticky="s", prefer=wanted)):
+            assert [id_ for id_ in routing.order(asked) if id_ != "c"] == [wanted, other]
+            again = routing.order(asked.without(wanted))
+            assert [id_ for id_ in again if id_ != "c"] == [other, wanted]
+    for wanted in ("c", "x"):
+        assert routing.order(hint(X, prefer=wanted)) == routing.order(hint(X))

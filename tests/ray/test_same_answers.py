@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from tests.ray.same import taken_from
-from tests.server import test_best_of, test_compare, test_openai
+from tests.server import (
+    test_best_of,
+    test_compare,
+    test_openai,
+    test_openai_streams,
+    test_page,
+    test_post_sampling,
+)
 from tests.server.llamacpp import (
     test_completion,
     test_endings,
@@ -14,7 +21,10 @@ from tests.server.llamacpp import (
 
 for _module, _leave_out in (
     (test_openai, ()),
+    (test_openai_streams, ()),
     (test_best_of, ()),
+    (test_page, ("test_a_server_may_have_no_page", "test_the_page_needs_no_key_and_its_routes_do")),
+    (test_post_sampling, ()),
     (test_compare, ("test_who_leaves_ends_all_requests",)),
     (test_completion, ()),
     (

@@ -84,10 +84,12 @@ def run_ray(plan: Plan, config: ServerConfig, ray: RayPlan, console: Console) ->
         raise ConfigError(
             f"expected Ray Serve, which is not installed ({error})",
             field="--ray",
-            hint="pip install 'loragraph[ray]'",
+            hint="in loragraph's checkout: scripts/setup, or pip install '.[ray]'",
         ) from error
-    with bound_socket(plan.host, plan.port) as sock:  # Serve says less of what is wrong with it
-        port = int(sock.getsockname()[1])
+    port = plan.port
+    if not (ray.address and port):  # there Serve may listen at it already
+        with bound_socket(plan.host, port) as sock:  # Serve says less of what is wrong with it
+            port = int(sock.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="loragraph-") as own:
         args = app_args(plan, config, ray, Path(own))
         listen = local.Listen(plan.host, port, plan.tls)

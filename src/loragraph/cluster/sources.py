@@ -19,12 +19,14 @@ from loragraph.adapters.convert.source import locate, read_config
 from loragraph.adapters.gguf import read_header as read_gguf_header
 from loragraph.cluster.cache import DiskCache, Fetched, digest_of, size_of, writing, wrong_digest
 from loragraph.cluster.content import redacted
+from loragraph.cluster.folder import take_folder
 from loragraph.cluster.transports import (
     SCHEMES,
     CutError,
     FSSpec,
     Http,
     LocalFile,
+    MissingFileError,
     Stream,
     Transport,
 )
@@ -32,13 +34,11 @@ from loragraph.errors import (
     ConfigError,
     DeadlineError,
     InvalidRequestError,
+    LoragraphError,
     PermissionDeniedError,
     SourceError,
 )
 from loragraph.ggml.lib import Library
-
-PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What is fetched of a folder: a source that is one, or a URL that ends with a slash."""
 
 Check = Callable[[Path], object]
 """Raises for a file or folder that is no adapter."""
@@ -140,7 +140,8 @@ class Sources:
             if self._is_folder(source):
                 self._fetch_folder(source, part, deadline)
             else:
-                self._fetch_file(source, part, deadline, can_mix=bool(digest))
+                limit = self._options.max_file_bytes
+                self._fetch_file(source, part, deadline, limit, can_mix=bool(digest))
             got = digest_of(part)
             try:
                 if digest and got != digest:
@@ -151,23 +152,41 @@ class Sources:
                 _discard(part)
 
     def _fetch_folder(self, source: str, part: Path, deadline: float) -> None:
-        """The files of PEFT_FILES; one that is there from an earlier try is resumed."""
+        """The files of an adapter; one that is there from an earlier try is resumed."""
         with writing(part):
-            if part.is_file():
-                part.unlink()
-            part.mkdir(exist_ok=True)
-        for name in PEFT_FILES:
+            _discard(part)
+            part.mkdir()
+
+        def take(name: str) -> bool:
             file = self._cache.parts / f"{part.name}.{name}"
-            self._fetch_file(_inside(source, name), file, deadline, can_mix=False)
+            left = self._options.max_file_bytes - size_of(part)
+            try:
+                self._fetch_file(_inside(source, name), file, deadline, left, can_mix=False)
+            except (MissingFileError, InvalidRequestError):
+                _discard(file)
+                return False
             with writing(part):
                 file.replace(part / name)
             _discard(file)
-        if size_of(part) > self._options.max_file_bytes:
-            size = size_of(part)
-            _discard(part)
-            raise self._too_large(source, size)
+            return True
 
-    def _fetch_file(self, source: str, part: Path, deadline: float, *, can_mix: bool) -> None:
+        def is_there(name: str) -> bool:
+            try:
+                inside = _inside(source, name)
+                with self._transport(inside).open(self._url(inside), 0, ""):
+                    return True
+            except (MissingFileError, InvalidRequestError):
+                return False
+
+        try:
+            take_folder(part, take, is_there, redacted(source))
+        except LoragraphError:
+            _discard(part)
+            raise
+
+    def _fetch_file(
+        self, source: str, part: Path, deadline: float, limit: int, *, can_mix: bool
+    ) -> None:
         """Into `part`, on from what is there of it; `can_mix`: a digest tells if that was wrong."""
         n_failures, url = 0, self._url(source)
         transport = self._transport(source)
@@ -179,7 +198,7 @@ class Sources:
             start = have if tag or can_mix else 0
             try:
                 with transport.open(url, start, tag) as stream:
-                    self._take(source, stream, part, deadline)
+                    self._take(source, stream, part, deadline, limit)
                 return
             except CutError:
                 n_failures = 1 if part.stat().st_size > have else n_failures + 1
@@ -190,9 +209,8 @@ class Sources:
                     part.touch(mode=0o600)
             self._wait(source, n_failures, deadline)
 
-    def _take(self, source: str, stream: Stream, part: Path, deadline: float) -> None:
+    def _take(self, source: str, stream: Stream, part: Path, deadline: float, limit: int) -> None:
         """Writes a stream; CutError where it is shorter than it said."""
-        limit = self._options.max_file_bytes
         if stream.total is not None and stream.total > limit:
             _discard(part)
             raise self._too_large(source, stream.total)

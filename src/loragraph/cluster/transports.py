@@ -10,7 +10,7 @@ import os
 import re
 import ssl
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
@@ -22,15 +22,30 @@ from loragraph.errors import ConfigError, PermissionDeniedError, SourceError
 SCHEMES = frozenset({"abfs", "az", "file", "gcs", "gs", "hf", "http", "https", "s3"})
 """Allowed unless told otherwise."""
 
+PACKAGES = {
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "gcs": "gcsfs",
+    "gs": "gcsfs",
+    "hf": "huggingface_hub",
+    "s3": "s3fs",
+}
+"""What fsspec needs beside itself, by scheme."""
+
 CHUNK_BYTES = 1 << 20
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
+_MISSING = (403, 404, 410)
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class CutError(SourceError):
     """The transfer ended early; it may be tried again from where it ended."""
+
+
+class MissingFileError(SourceError):
+    """There is no such file, or none that may be read; some servers do not tell them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +150,7 @@ def _stream(url: str, response: http.client.HTTPResponse, start: int, tag: str) 
             return Stream(start, int(found[3]), got_tag or tag, _chunks(url, response))
         raise CutError("expected the range that was asked for", source=redacted(url))
     kind = CutError if response.status in (*_RETRIED, 416) else SourceError
-    raise kind(
+    raise (MissingFileError if response.status in _MISSING else kind)(
         f"expected a file, got status {response.status}",
         source=redacted(url),
         hint="does it exist, and has this replica a right to it?",
@@ -225,14 +240,7 @@ class FSSpec:
     @contextmanager
     def open(self, url: str, start: int, tag: str) -> Iterator[Stream]:
         """SourceError for whatever the file system says."""
-        try:
-            import fsspec
-        except ImportError as error:
-            raise ConfigError(
-                f"expected fsspec for {redacted(url)}, got {error}",
-                field="source",
-                hint="pip install loragraph[remote]",
-            ) from error
+        fsspec = _fsspec(redacted(url))
         with _translated(url):
             given = self.options.get(url.partition("://")[0], {})
             files, path = fsspec.core.url_to_fs(url, **given)
@@ -253,6 +261,26 @@ class FSSpec:
             file.close()
 
 
+def require_packages(schemes: Iterable[str]) -> None:
+    """ConfigError for the first scheme whose package is not installed."""
+    for scheme in schemes:
+        if scheme in PACKAGES:
+            with _translated(f"{scheme}://"):
+                _fsspec(f"{scheme}://").get_filesystem_class(scheme)
+
+
+def _fsspec(shown: str) -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ConfigError(
+            f"expected fsspec for {shown}, got {error}",
+            field="source",
+            hint="pip install 'loragraph[remote]'",
+        ) from error
+    return fsspec
+
+
 def _read_chunks(url: str, file: Any) -> Iterator[bytes]:
     while True:
         with _translated(url):
@@ -267,14 +295,23 @@ def _translated(url: str) -> Iterator[None]:
     """A file system may raise anything, with credentials in it: only its kind is told."""
     try:
         yield
+    except ConfigError:
+        raise
     except ImportError as error:
+        scheme = url.partition("://")[0]
         raise ConfigError(
             f"expected a package for {redacted(url)}, got none: {error}",
             field="source",
-            hint="pip install s3fs, gcsfs, adlfs or huggingface_hub",
+            hint=f"pip install {PACKAGES.get(scheme, f'what fsspec needs for {scheme}://')}",
         ) from error
     except FileNotFoundError as error:
-        raise SourceError("there is no such file", source=redacted(url)) from error
+        raise MissingFileError("there is no such file", source=redacted(url)) from error
+    except PermissionError:
+        raise MissingFileError(
+            "it may not be read",
+            source=redacted(url),
+            hint="which credentials does this replica have?",
+        ) from None
     except (TimeoutError, ConnectionError) as error:
         raise CutError(_reason(error), source=redacted(url)) from None
     except Exception as error:  # noqa: BLE001 - each plug-in has errors of its own

@@ -241,7 +241,7 @@ class Registry:
         path = self.path_in_dir(name)
         if path is None:
             raise self._unknown(name)
-        self._check_links(path)
+        self.check_links(path)
         new = Generation(name, next(self._numbers), path, self._read_header(path, PLAIN_LOAD))
         with self._lock:  # another thread may have been first
             return self._current.setdefault(name, new)
@@ -318,7 +318,7 @@ class Registry:
                 return path
         return None
 
-    def _check_links(self, path: Path) -> None:
+    def check_links(self, path: Path) -> None:
         """AdapterFormatError for a folder whose files are links that lead out of ours."""
         assert self._dir is not None
         problem = folder_problem(path, self._dir) if path.is_dir() else None

@@ -1,4 +1,4 @@
-"""Many replicas on Ray Serve behind one address; see docs/ray.md. Needs `loragraph[ray]`."""
+"""Many replicas on Ray Serve behind one address; see docs/ray.md. Needs the extra `ray`."""
 
 from __future__ import annotations
 

@@ -20,17 +20,6 @@ def application(args: AppArgs) -> Application:
     """Both deployments, bound; ConfigError for what the routes cannot be told."""
     args.server_config()
     n_requests = args.parallel + args.max_waiting + _N_MORE
-    scaling: dict[str, Any] = {"num_replicas": args.replicas}
-    if args.autoscale is not None:
-        least, most = args.autoscale
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=least,
-                max_replicas=most,
-                initial_replicas=max(least, 1),
-                target_ongoing_requests=max(1.0, 0.75 * args.parallel),
-            )
-        }
     # Serve's decorator is annotated for uses with arguments alone.
     deployment: Any = serve.deployment
     routing: Any = {
@@ -51,7 +40,7 @@ def application(args: AppArgs) -> Application:
             "num_gpus": args.gpus_per_replica,
         },
         request_router_config=RequestRouterConfig(**routing),
-        **scaling,
+        **_scaling(args),
     )
     front = deployment(serve.ingress()(Ingress)).options(
         name="Front",
@@ -60,7 +49,28 @@ def application(args: AppArgs) -> Application:
         max_ongoing_requests=_FRONT_REQUESTS,
         graceful_shutdown_timeout_s=args.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=1,  # while it is gone nobody is served
         ray_actor_options={"num_cpus": 0},
     )
     app: Application = front.bind(args, replicas.bind(args))
     return app
+
+
+def _scaling(args: AppArgs) -> dict[str, Any]:
+    """How many replicas, as options of a deployment."""
+    if args.autoscale is None:
+        return {"num_replicas": args.replicas}
+    least, most = args.autoscale
+    up = args.autoscale_up_delay
+    config = AutoscalingConfig(
+        min_replicas=least,
+        max_replicas=most,
+        initial_replicas=max(least, 1),
+        target_ongoing_requests=max(1.0, 0.75 * args.parallel),
+        upscale_delay_s=up,
+        downscale_delay_s=args.autoscale_down_delay,
+        # Serve's own for its own delay; below it, often enough to be in time.
+        look_back_period_s=min(30.0, up),
+        metrics_interval_s=min(10.0, up / 3),
+    )
+    return {"autoscaling_config": config}

@@ -216,7 +216,9 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Front:
         """Called by Serve after the constructor."""
-        forwarder = Forwarder(self._call, accept_s=self._args.accept_timeout)
+        forwarder = Forwarder(
+            self._call, accept_s=self._args.accept_timeout, send_s=self._args.send_timeout
+        )
         self._following = asyncio.ensure_future(self._copy.follow())
         return Front(self._args.server_config(), forwarder, self._copy, self._ask_all)
 

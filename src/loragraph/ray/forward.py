@@ -7,6 +7,8 @@ replica is lost. Until the first piece of an answer is sent, nobody knows that t
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,13 +17,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from loragraph.errors import LoragraphError
 from loragraph.ray.hint import Hint
-from loragraph.ray.routes import Tail, may_repeat, tail_of
+from loragraph.ray.routes import REPLICA_HEADER, Tail, may_repeat, tail_of
 from loragraph.server.errors import ApiError
+
+_log = logging.getLogger(__name__)
 
 ACCEPTED, REFUSED = "loragraph.accepted", "loragraph.refused"
 """Types of messages of our own, the first of every answer: who serves it, or why it does not."""
 
-REPLICA_HEADER = b"x-loragraph-replica"
+_REPLICA_HEADER = REPLICA_HEADER.lower().encode()
 _MAX_TRIES = 3
 _ACCEPT_S = 60.0
 
@@ -30,6 +34,10 @@ class ReplicaLostError(LoragraphError):
     """A replica died, cannot be reached, or does not take the request."""
 
     status = 503
+
+
+class _StalledError(Exception):
+    """The client reads nothing."""
 
 
 class Replies(Protocol):
@@ -71,18 +79,34 @@ class Forwarder:
     """Sends requests on. For one event loop."""
 
     def __init__(
-        self, call: Call, *, max_tries: int = _MAX_TRIES, accept_s: float = _ACCEPT_S
+        self,
+        call: Call,
+        *,
+        max_tries: int = _MAX_TRIES,
+        accept_s: float = _ACCEPT_S,
+        send_s: float = math.inf,
     ) -> None:
-        """`accept_s`: how long a request waits for a replica that takes it."""
+        """`accept_s`: how long a request waits for a replica that takes it; `send_s`: for how long
+        a client may read nothing.
+        """
         self.counts = ForwardCounts()
         self._call = call
         self._max_tries = max_tries
         self._accept_s = accept_s
+        self._send_s = send_s if send_s < math.inf else None
 
     async def serve(self, request: Forwarded, receive: Receive, send: Send) -> None:
         """To the end of the answer, or until the client is gone."""
         self.counts.n_requests += 1
-        work = asyncio.ensure_future(self._tries(request, receive, send))
+
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._send_s):
+                    await send(message)
+            except TimeoutError:
+                raise _StalledError from None
+
+        work = asyncio.ensure_future(self._tries(request, receive, send_in_time))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,8 +114,12 @@ class Forwarder:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
-        if not work.cancelled():
+        if work.cancelled():
+            return
+        try:
             work.result()
+        except _StalledError:  # without an end to the answer the connection is closed
+            _log.warning("a client read nothing for %g s: its answer is cut off", self._send_s)
 
     async def _tries(self, request: Forwarded, receive: Receive, send: Send) -> None:
         hint, scope = request.hint, request.scope
@@ -140,13 +168,14 @@ class _Attempt:
         batches = aiter(replies)
         try:
             async with asyncio.timeout(accept_s):
-                await self._take(await anext(batches))
+                first = await anext(batches)
         except StopAsyncIteration:
-            pass
+            first = ()
         except TimeoutError as error:
             raise ReplicaLostError(
                 f"expected a replica that takes requests within {accept_s:g} s, got none"
             ) from error
+        await self._take(first)
         async for batch in batches:
             await self._take(batch)
         if not self._ended:
@@ -170,7 +199,7 @@ class _Attempt:
             elif kind == "http.response.start":
                 self._start = {
                     **message,
-                    "headers": [*message["headers"], (REPLICA_HEADER, self.replica.encode())],
+                    "headers": [*message["headers"], (_REPLICA_HEADER, self.replica.encode())],
                 }
             elif kind == "http.response.body":
                 await self._body(message)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loragraph.cluster.catalogue import Catalogue
 from loragraph.cluster.catalogue_copy import CatalogueCopy
@@ -27,10 +30,12 @@ from loragraph.ray.hint import Hint, hint_of
 from loragraph.ray.running import plain_scope
 from loragraph.server.config import ServerConfig
 from loragraph.server.errors import ApiError
-from loragraph.server.gate import Gate
+from loragraph.server.gate import Gate, cors_options
+from loragraph.server.health import not_ready
 from loragraph.server.metrics import CONTENT_TYPE
 from loragraph.server.prefix import route_path
 from loragraph.server.routing import discard_body, parse_json
+from loragraph.server.state import Phase
 
 MAX_HEADER_BYTES = 64 * 1024
 _BIG = 1 << 15  # bytes from which on parsing leaves the event loop
@@ -50,11 +55,20 @@ class Front:
         self._forwarder = forwarder
         self._copy = copy
         self._ask_all = ask_all
+        self._started = int(time.time())
         self._gate = Gate(self._whole, config)
+        self._app: ASGIApp = self._requests
+        if config.cors_origins:  # of what is answered here too, refusals among it
+            self._app = CORSMiddleware(
+                self._requests, **cors_options(config, routes.REPLICA_HEADER)
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         send = _without_request_id(send)
+        await self._app(scope, receive, send)
+
+    async def _requests(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -101,6 +115,9 @@ class Front:
             await ApiError(503, error.message).response(scope, receive, send)
             return
         hint = self._hint(path, request_id, parsed, catalogue)
+        wanted = headers.get(routes.REPLICA_HEADER, "")
+        if wanted:
+            hint = replace(hint, prefer=wanted)
         await self._forwarder.serve(Forwarded(plain, path, body, parsed, hint), receive, send)
 
     def _hint(self, path: str, request_id: str, parsed: Any, catalogue: Catalogue) -> Hint:
@@ -156,8 +173,8 @@ class Front:
             return JSONResponse({"replicas": replicas_json(found)})
         if path in routes.HEALTH:
             if not any(one["status"] == "ready" for one in found):
-                phase = "draining" if found else "loading"
-                raise ApiError(503, f"no replica is ready: {phase}", phase=phase)
+                draining = any(one["status"] == "draining" for one in found)
+                raise not_ready(Phase.DRAINING if draining else Phase.LOADING)
             return JSONResponse({"status": "ok"})
         text = merged_metrics(
             {one["id"]: one["metrics"] for one in found},
@@ -165,7 +182,8 @@ class Front:
             self._copy.version,
             by_replica=path == routes.REPLICA_METRICS,
         )
-        return Response(text, media_type=CONTENT_TYPE)
+        headers = {"Process-Start-Time-Unix": str(self._started)}
+        return Response(text, headers=headers, media_type=CONTENT_TYPE)
 
 
 async def _parsed(scope: Scope, body: bytes) -> Any:

@@ -32,6 +32,7 @@ class Hint:
     prefix: str = ""  # fingerprint of how its prompt begins, under these adapters
     sticky: str = ""  # requests with the same word go to the same replica
     avoid: tuple[str, ...] = ()  # replicas that failed it
+    prefer: str = ""  # the replica that its client asks for
 
     def without(self, replica: str) -> Hint:
         """For the next try."""

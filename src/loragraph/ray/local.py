@@ -18,12 +18,14 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from loragraph.errors import BackendError
 from loragraph.ray.app import application
+from loragraph.ray.deployments import NAMESPACE
 from loragraph.ray.options import AppArgs
 
 APP = "loragraph"
@@ -79,10 +81,14 @@ def cluster(n_cpus: float, address: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def running(args: AppArgs, listen: Listen) -> Iterator[DeploymentHandle[Any]]:
+def running(
+    args: AppArgs, listen: Listen, *, name: str = APP, route_prefix: str = "/"
+) -> Iterator[DeploymentHandle[Any]]:
     """Deploys the application in the connected cluster, and removes it again; its replicas' handle.
 
-    Returns when it serves. BackendError where it does not come up, with Serve's reason.
+    Returns when it serves. What else Serve runs there goes on. BackendError where it does not come
+    up, with Serve's reason, where one of that name runs there already, or where Serve listens
+    elsewhere.
     """
     key, cert = listen.tls or (None, None)
     http = HTTPOptions(
@@ -93,15 +99,47 @@ def running(args: AppArgs, listen: Listen) -> Iterator[DeploymentHandle[Any]]:
     )
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    _check_free(name, http)
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http, logging_config=quiet)
     try:
         app = application(args)
-        serve.run(app, name=APP, route_prefix="/", blocking=False, logging_config=quiet)
-        yield serve.get_deployment_handle("Replica", APP)
+        serve.run(app, name=name, route_prefix=route_prefix, blocking=False, logging_config=quiet)
+        yield serve.get_deployment_handle("Replica", name)
     except (RuntimeError, RayError, RayServeException) as error:
         raise BackendError(f"the replicas do not come up: {error!s:.2000}") from error
     finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        _remove(args, name)
+
+
+def _check_free(name: str, http: HTTPOptions) -> None:
+    """BackendError where Serve runs already and has the name, or other places to listen at."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    if name in serve.status().applications:
+        raise BackendError(
+            f"an application called {name} runs on this cluster already",
+            hint=f"`serve status` shows it; `serve delete {name}` removes it",
+        )
+    there = client.http_config
+    for field in ("host", "port", "ssl_keyfile", "ssl_certfile"):
+        own, found = getattr(http, field), getattr(there, field)
+        if own != found:
+            raise BackendError(
+                f"Serve runs on this cluster already: expected its {field} {own!r}, got {found!r}",
+                hint="give --host, --port and TLS as Serve has them there, or shut it down",
+            )
+
+
+def _remove(args: AppArgs, name: str) -> None:
+    """The application and its catalogue's actor; Serve as a whole where nothing else is in it."""
+    with suppress(RayError, RayServeException):
+        if set(serve.status().applications) - {name}:
+            serve.delete(name)
+        else:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+    with suppress(RayError, ValueError):  # who shares it starts another one
+        ray.kill(ray.get_actor(args.catalogue_name, namespace=NAMESPACE))
 
 
 def drain(replicas: DeploymentHandle[Any], timeout_s: float, enough: threading.Event) -> None:

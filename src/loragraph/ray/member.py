@@ -16,6 +16,7 @@ from starlette.types import Message, Scope
 from loragraph.cluster.catalogue import Catalogue
 from loragraph.cluster.catalogue_copy import CatalogueCopy, Hub
 from loragraph.cluster.sources import Sources, adapter_check
+from loragraph.cluster.transports import require_packages
 from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.engine.pool import State as Residence
@@ -59,6 +60,7 @@ class Member:
             raise
 
     async def _open(self) -> None:
+        require_packages(self._args.lora_schemes)
         self._stack.enter_context(access_lines(self._args.access_log))
         loop = asyncio.get_running_loop()
         shared = SharedCatalogue(self._copy, loop)

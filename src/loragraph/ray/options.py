@@ -78,6 +78,8 @@ class AppArgs(BaseModel):
 
     replicas: Positive = 1
     autoscale: tuple[Annotated[int, Field(ge=0)], Positive] | None = None  # least and most
+    autoscale_up_delay: Seconds = 30.0  # of a load before a replica more is started
+    autoscale_down_delay: Seconds = 600.0  # of less load before one is stopped
     cpus_per_replica: Annotated[float, Field(ge=0)] = 1.0
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0.0
     report_interval: Seconds = 0.5  # of a replica's load and adapters to the router

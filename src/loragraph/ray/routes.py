@@ -16,6 +16,9 @@ REPLICAS = "/replicas"
 WHOLE = HEALTH | {METRICS, REPLICA_METRICS, REPLICAS}
 """Answered for all replicas together."""
 
+REPLICA_HEADER = "X-Loragraph-Replica"
+"""Of an answer: who gave it; of a request: who is to answer it, if it is there."""
+
 _CHANGES = frozenset(
     {
         "/v1/load_lora_adapter",

@@ -61,7 +61,7 @@ class Routing:
     def order(self, hint: Hint) -> list[str]:
         """All replicas that take new work, best first; () where there is none.
 
-        Those that failed the request come last.
+        The one that the client asks for comes first, those that failed the request last.
         """
         if hint.sticky:
             ids, hashes = self._fleet.ids, self._fleet.hashes
@@ -72,7 +72,7 @@ class Routing:
                 order = self._policy.route(key, self._fleet).ids(self._fleet)
             except CapacityError:
                 return []
-        return sorted(order, key=lambda id_: id_ in hint.avoid)  # stable
+        return sorted(order, key=lambda id_: (id_ in hint.avoid, id_ != hint.prefer))  # stable
 
     def sent(self, id_: str, hint: Hint) -> None:
         """A request went there."""

@@ -138,6 +138,8 @@ class CatalogueStore:
         path = None if self._folder is None else self._folder.path_in_dir(name)
         if path is None or name in self._catalogue.dropped:
             return None
+        assert self._folder is not None
+        self._folder.check_links(path)
         with self.fetched(str(path)) as (content, _):
             try:
                 self._catalogue.change(Op.REGISTER, name, content=content)

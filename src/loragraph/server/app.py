@@ -23,7 +23,7 @@ from loragraph.server import (
     page,
 )
 from loragraph.server.config import ServerConfig
-from loragraph.server.gate import Gate
+from loragraph.server.gate import Gate, cors_options
 from loragraph.server.prefix import ApiPrefix
 from loragraph.server.state import AdapterAdmin, Ids, ServerState
 
@@ -62,13 +62,7 @@ def create_app(
     if config.api_prefix:
         app.add_middleware(ApiPrefix, prefix=config.api_prefix)
     if config.cors_origins:  # outside of the gate, so that its refusals can be read too
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
-        )
+        app.add_middleware(CORSMiddleware, **cors_options(config))
     access_log.install(app, state)
     if engine is not None:
         state.opened(engine)

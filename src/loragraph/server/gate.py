@@ -7,7 +7,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -108,6 +108,16 @@ class Gate:
         allowed = self._config.cors_origins
         own = origin.partition("://")[2] == headers.get("host", "")
         return own or "*" in allowed or origin in allowed
+
+
+def cors_options(config: ServerConfig, *exposed: str) -> dict[str, Any]:
+    """Of Starlette's CORSMiddleware; `exposed`: headers that pages may read beside the id."""
+    return {
+        "allow_origins": config.cors_origins,
+        "allow_methods": ["*"],
+        "allow_headers": ["*"],
+        "expose_headers": ["X-Request-Id", *exposed],
+    }
 
 
 # FastAPI has what is not async here done by a thread, for each request.

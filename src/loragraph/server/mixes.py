@@ -163,6 +163,7 @@ def _model(state: ServerState, model: str | None) -> tuple[str, str | None]:
 
 
 def _entry(state: ServerState, entry: Any, field: str) -> tuple[str, Any]:
+    """Name and scale; keys of GET /lora-adapters and others mean nothing, as in llama-server."""
     if isinstance(entry, str):
         return entry, default_scale(state, entry)
     if not isinstance(entry, Mapping):
@@ -171,29 +172,40 @@ def _entry(state: ServerState, entry: Any, field: str) -> tuple[str, Any]:
             f"and 'scale' fields, got {entry!r:.80}",
             param=field,
         )
-    unknown = sorted(set(entry) - {"id", "name", "scale"})
-    if unknown:
-        raise InvalidRequestError(f"{field}: unknown field {unknown[0]!r:.80}", param=field)
-    if ("id" in entry) == ("name" in entry):
-        raise InvalidRequestError(
-            f"{field}: expected either 'id' or 'name' in each object, got {dict(entry)!r:.80}",
-            param=field,
-        )
-    if "scale" not in entry:
-        raise InvalidRequestError(
-            f"{field}: 'scale' is missing in {dict(entry)!r:.80}", param=field
-        )
-    if "name" in entry:
-        name = entry["name"]
-        if not isinstance(name, str):
-            raise InvalidRequestError(f"{field}: expected a name, got {name!r:.80}", param=field)
-        return name, entry["scale"]
+    if "id" not in entry:
+        return _named_entry(entry, field)
     number = entry["id"]
     if isinstance(number, bool) or not isinstance(number, int):
         raise InvalidRequestError(
             f"{field}: expected an integer id, got {number!r:.80}", param=field
         )
-    return state.ids.name_of(number), entry["scale"]
+    name = state.ids.name_of(number)
+    if entry.get("name") not in (None, name):
+        raise InvalidRequestError(
+            f"{field}: 'id' and 'name' disagree: {number} is {name!r:.80}, not "
+            f"{entry['name']!r:.80}",
+            param=field,
+            hint="GET /lora-adapters tells the ids of now",
+        )
+    scale = entry.get("scale")
+    return name, 0.0 if scale is None else scale  # llama-server's default
+
+
+def _named_entry(entry: Mapping[str, Any], field: str) -> tuple[str, Any]:
+    """An entry in our form, where a scale that is missing is no 0 that nobody sees."""
+    if "name" not in entry:
+        raise InvalidRequestError(
+            f"{field}: expected 'id' or 'name' in each object, got {dict(entry)!r:.80}",
+            param=field,
+        )
+    name = entry["name"]
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"{field}: expected a name, got {name!r:.80}", param=field)
+    if "scale" not in entry:
+        raise InvalidRequestError(
+            f"{field}: 'scale' is missing in {dict(entry)!r:.80}", param=field
+        )
+    return name, entry["scale"]
 
 
 def _scale(name: str, scale: Any, field: str) -> float:

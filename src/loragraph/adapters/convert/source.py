@@ -21,9 +21,15 @@ from loragraph.adapters.convert.safetensors import StoredTensor, read_header, re
 from loragraph.errors import AdapterFormatError, ConfigError, UnsupportedError
 
 CONFIG = "adapter_config.json"
-_WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
-_INDEX = "adapter_model.safetensors.index.json"
-_PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
+"""PEFT's name, and MLX's."""
+
+INDEX = "adapter_model.safetensors.index.json"
+"""Names the files of weights that were split."""
+
+PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+"""Reading these may run what their author wrote."""
+
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_SHARDS = 512
 _SHARD = re.compile(r"[\w.-]+\.safetensors")
@@ -108,7 +114,7 @@ def open_source(location: Location, config: Mapping[str, Any]) -> AdapterSource:
     """The tensors behind a location, headers only where the format has them."""
     if not location.weights:
         raise AdapterFormatError(
-            f"expected the weights beside {CONFIG}: one of {', '.join(_WEIGHTS)}",
+            f"expected the weights beside {CONFIG}: one of {', '.join(WEIGHTS)}",
             path=location.folder,
             hint=_where_else(location.folder),
         )
@@ -127,28 +133,28 @@ def open_source(location: Location, config: Mapping[str, Any]) -> AdapterSource:
 
 
 def _find_weights(folder: Path) -> tuple[Path, ...]:
-    for name in _WEIGHTS:
+    for name in WEIGHTS:
         if (folder / name).is_file():
             return (folder / name,)
-    if (folder / _INDEX).is_file():
-        return _shards(folder)
-    for name in _PICKLED:
+    if (folder / INDEX).is_file():
+        return tuple(folder / name for name in shard_names(folder))
+    for name in PICKLED:
         if (folder / name).is_file():
             return (folder / name,)
     return ()
 
 
-def _shards(folder: Path) -> tuple[Path, ...]:
+def shard_names(folder: Path) -> list[str]:
     """The files that an index names; only plain names, so that none lies outside the folder."""
-    index = read_config(Location(folder, folder / _INDEX, ()))
+    index = read_config(Location(folder, folder / INDEX, ()))
     mapping = index.get("weight_map")
     names = sorted({str(name) for name in mapping.values()}) if isinstance(mapping, dict) else []
     if not 1 <= len(names) <= _MAX_SHARDS or not all(_SHARD.fullmatch(name) for name in names):
         raise AdapterFormatError(
             f"expected a weight_map of 1 to {_MAX_SHARDS} files in this folder",
-            path=folder / _INDEX,
+            path=folder / INDEX,
         )
-    return tuple(folder / name for name in names)
+    return names
 
 
 def _where_else(folder: Path) -> str:
