@@ -67,15 +67,17 @@ class TinyModel:
     n_vocab: int = 320
     tied: bool = False
     attn_bias: bool = False  # biases of q, k, v and attn_output
+    qkv_bias: bool = False  # of q, k and v alone
     ffn_bias: bool = False  # biases of gate, up and down
     fused_qkv: bool = False  # q, k and v as one matrix attn_qkv
     biases_apart: bool = False  # though they are: attn_q.bias and so on
     rope_freqs: bool = False  # the tensor rope_freqs.weight (n_rot / 2) f32
+    long_factors: bool = False  # longrope's tensors, whether the type says so or not
     rope_scaling: Literal["linear", "yarn", "longrope"] | None = None
     rope_factor: float = 4.0
     rope_orig_ctx: int = 128
     rope_base: float = 10000.0
-    scales: bool = False  # the F32 [1] tensors <name>.scale behind the linear weights
+    scales: bool | Sequence[str] = False  # the F32 [1] tensors <name>.scale of all or some weights
     head_dim: int = 0  # 0 = n_embd / n_head
     rope_dim: int = 0  # 0 = head_dim, the only value that libllama accepts for most families
     n_ctx_train: int = 512
@@ -113,12 +115,19 @@ class TinyModel:
 
     def block_biases(self) -> tuple[str, ...]:
         """Short names of the matrices that have a bias."""
-        attention = (*self.qkv_biases(), "attn_output")
-        return attention * self.attn_bias + FFN_TARGETS * self.ffn_bias
+        qkv = self.qkv_biases() * (self.attn_bias or self.qkv_bias)
+        return qkv + ("attn_output",) * self.attn_bias + FFN_TARGETS * self.ffn_bias
 
     def qkv_biases(self) -> tuple[str, ...]:
         """The biases of q, k and v, if there are any."""
         return ("attn_qkv",) if self.fused_qkv and not self.biases_apart else QKV
+
+    @property
+    def scaled(self) -> Sequence[str]:
+        """Short names of the matrices that have a factor w_s."""
+        if isinstance(self.scales, bool):
+            return self.targets * self.scales
+        return [name for name in self.targets if name in self.scales]
 
     def own_keys(self) -> dict[str, Value]:
         """The family's own metadata, without `<arch>.`."""
@@ -154,6 +163,9 @@ class TinyModel:
         out["output_norm.weight"] = self._near_one("output_norm.weight", self.n_embd)
         if self.rope_freqs:
             out["rope_freqs.weight"] = self.divisors("rope_freqs")
+        if self.long_factors:
+            out["rope_factors_long.weight"] = self.divisors("rope_factors_long", 30.0)
+            out["rope_factors_short.weight"] = self.divisors("rope_factors_short", 1.5)
         out |= self.own_vectors()
         apart = replace(self, fused_qkv=False).block_matrices() | self.block_matrices()
         for il in range(self.n_layer):
@@ -163,8 +175,10 @@ class TinyModel:
             for target in self.block_biases():
                 name = f"blk.{il}.{target}.bias"
                 out[name] = self.bias(name, apart[target][-2])
-            for target in self.targets if self.scales else ():
+            for target in self.scaled:
                 name = f"blk.{il}.{target}.scale"
+                if f"blk.{il}.{target}.weight" not in out:  # layers may be unlike
+                    continue
                 out[name] = _rng(self.seed, name).uniform(0.5, 1.5, 1).astype(np.float32)
         return out
 
@@ -214,6 +228,11 @@ class TinyModel:
             own |= {
                 "rope.scaling.type": self.rope_scaling,
                 "rope.scaling.factor": self.rope_factor,
+                "rope.scaling.original_context_length": self.rope_orig_ctx,
+            }
+        if self.long_factors:
+            own |= {
+                "rope.scaling.attn_factor": 1.19,
                 "rope.scaling.original_context_length": self.rope_orig_ctx,
             }
         keys: dict[str, Value] = {

@@ -10,10 +10,13 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from tests.gguf_bytes import Array, Value
-from tests.tiny import TinyModel, random_normal, random_uniform
-from tests.tiny_families import TinyGranite
+from tests.tiny import ATTENTION_TARGETS, TinyModel, random_normal, random_uniform
+from tests.tiny_families import LONGROPE, TINY_FAMILIES, TinyGranite
 
 STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps")
+
+UNSCALED = ("ffn_gate_inp", "ffn_gate_inp_shexp")
+"""Whose factors libllama knows none of."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class TinyExperts(TinyModel):
         """Also biases of router and experts; a stack's scale has a value an expert."""
         out = dict(super().arrays)
         for il in range(self.n_layer):
-            for name in STACKS if self.scales else ():
-                out.pop(f"blk.{il}.ffn_gate_inp.scale", None)  # libllama knows none
+            for name in UNSCALED:
+                out.pop(f"blk.{il}.{name}.scale", None)
+            for name in (*STACKS, "attn_k_b", "attn_v_b"):
                 if f"blk.{il}.{name}.scale" in out:
                     scale = f"blk.{il}.{name}.scale"
-                    out[scale] = random_uniform(self.seed, scale, 0.5, 1.5, self.n_expert)
+                    n = len(out[f"blk.{il}.{name}.weight"])
+                    out[scale] = random_uniform(self.seed, scale, 0.5, 1.5, n)
             if self.router_bias:
                 name = f"blk.{il}.ffn_gate_inp.bias"
                 out[name] = self.bias(name, self.n_expert)
@@ -282,18 +287,32 @@ TINY_EXPERTS: Mapping[str, type[TinyModel]] = {
 }
 """Each family's tiny model with experts."""
 
+TINY_MODELS: Mapping[str, type[TinyModel]] = {
+    **TINY_FAMILIES,
+    **{"mixtral" if arch == "llama" else arch: one for arch, one in TINY_EXPERTS.items()},
+}
+"""Each family's tiny model, dense and with experts, by a name of its own."""
+
 EXPERT_VARIANTS: Mapping[str, TinyModel] = {
     "mixtral": TinyMixtral(),
     "mixtral tied, scales": TinyMixtral(tied=True, scales=True, attn_bias=True),
+    "mixtral rope_freqs, biases": TinyMixtral(rope_freqs=True, qkv_bias=True, fused_qkv=True),
     "mixtral one expert a token": TinyMixtral(n_used=1, n_expert=3),
     "qwen2moe": TinyQwen2MoE(),
+    "qwen2moe factors": TinyQwen2MoE(scales=ATTENTION_TARGETS),
     "qwen3moe": TinyQwen3MoE(),
+    "qwen3moe biases, factors": TinyQwen3MoE(scales=True, qkv_bias=True),
     "qwen3moe all experts": TinyQwen3MoE(n_used=6, tied=True),
     "qwen3moe groups": TinyQwen3MoE(n_expert=9, n_group=3, n_group_used=2),
     "granitemoe": TinyGraniteMoE(),
     "granitemoe shared": TinyGraniteMoE(n_ff_shared=48, tied=True, attn_bias=True),
+    "granitemoe rope_freqs, factors": TinyGraniteMoE(
+        rope_freqs=True, qkv_bias=True, scales=ATTENTION_TARGETS
+    ),
+    "granitemoe longrope": TinyGraniteMoE(**LONGROPE),
     "granite with experts": TinyGraniteWithExperts(),
     "deepseek2": TinyDeepSeek2(),
+    "deepseek2 factors, selection": TinyDeepSeek2(scales=("attn_output",), selection_bias=True),
     "deepseek2 sigmoid": TinyDeepSeek2(
         gating=2, norm_weights=True, weights_scale=2.5, selection_bias=True
     ),
@@ -309,6 +328,7 @@ EXPERT_VARIANTS: Mapping[str, TinyModel] = {
     "deepseek2 lite absorbed": TinyDeepSeek2(n_layer=27, n_lora_q=0, n_dense_lead=2, tied=True),
     "deepseek2 fused experts": TinyDeepSeek2(fused_experts=True),
     "gpt-oss": TinyGptOss(),
+    "gpt-oss factors": TinyGptOss(scales=ATTENTION_TARGETS),
     "gpt-oss yarn": TinyGptOss(rope_scaling="yarn", rope_factor=32.0, rope_orig_ctx=64, sink=4.0),
     "gpt-oss mxfp4": TinyGptOss(types=dict.fromkeys(STACKS, MXFP4), n_layer=3),
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from tests.gguf_bytes import Array, Value
-from tests.tiny import TinyLlama, TinyModel
+from tests.tiny import ATTENTION_TARGETS, TinyLlama, TinyModel
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,9 @@ class TinyGemma3(TinyGemma2):
 
 @dataclass(frozen=True)
 class TinyPhi3(TinyModel):
-    """q, k and v in one matrix, gate and up in another; longrope's factors under either type."""
+    """q, k and v in one matrix, gate and up in another."""
 
     fused_qkv: bool = True
-    long_factors: bool = False
     window: int = 0  # a key that llama.cpp reads and lays aside
 
     arch = "phi3"
@@ -127,20 +127,7 @@ class TinyPhi3(TinyModel):
         keys: dict[str, Value] = {}
         if self.window:
             keys["attention.sliding_window"] = self.window
-        if self.long_factors:
-            keys |= {
-                "rope.scaling.attn_factor": 1.19,
-                "rope.scaling.original_context_length": self.rope_orig_ctx,
-            }
         return keys
-
-    def own_vectors(self) -> dict[str, Array]:
-        if not self.long_factors:
-            return {}
-        return {
-            "rope_factors_long.weight": self.divisors("rope_factors_long", 30.0),
-            "rope_factors_short.weight": self.divisors("rope_factors_short", 1.5),
-        }
 
 
 @dataclass(frozen=True)
@@ -194,25 +181,37 @@ TINY_FAMILIES: Mapping[str, type[TinyModel]] = {
 }
 """Each family's tiny model; a test compares the names with the registry's."""
 
+LONGROPE: dict[str, Any] = {
+    "rope_scaling": "longrope",
+    "long_factors": True,
+    "rope_orig_ctx": 128,  # tests have room for 256
+    "rope_factor": 0.0,  # none: the factors hold the stretch
+}
+"""longrope that its key names."""
 
 VARIANTS: Mapping[str, TinyModel] = {
     "llama": TinyLlama(),
     "llama, fused": TinyLlama(fused_qkv=True, attn_bias=True, biases_apart=True),
+    "llama, longrope": TinyLlama(**LONGROPE),
     "qwen2": TinyQwen2(),
     "qwen2, tied, yarn": TinyQwen2(tied=True, rope_scaling="yarn", vocab="bpe"),
     "qwen2, bias of the head": TinyQwen2(output_bias=True, n_head_kv=1),
     "qwen2, fused": TinyQwen2(fused_qkv=True),
     "qwen2, fused, biases apart": TinyQwen2(fused_qkv=True, biases_apart=True),
+    "qwen2, factors": TinyQwen2(scales=ATTENTION_TARGETS),
     "qwen3": TinyQwen3(),
     "qwen3, tied, linear": TinyQwen3(tied=True, rope_scaling="linear", n_head=6, vocab="bpe"),
     "qwen3, fused, head of 16": TinyQwen3(fused_qkv=True, head_dim=16, n_head_kv=4),
+    "qwen3, biases, factors": TinyQwen3(qkv_bias=True, scales=ATTENTION_TARGETS),
     "gemma": TinyGemma(),
     "gemma, one head of k": TinyGemma(n_head_kv=1, head_dim=48),
+    "gemma, biases, factors": TinyGemma(qkv_bias=True, scales=ATTENTION_TARGETS),
     "gemma2": TinyGemma2(),
     "gemma2, pattern": TinyGemma2(n_layer=3, pattern=(False, True, True), rope_base_swa=500.0),
     "gemma2, all local": TinyGemma2(pattern=0, n_swa=1),
     "gemma2, default caps": TinyGemma2(attention_softcap=0.0, logit_softcap=0.0, n_swa=300),
     "gemma2, 27B": TinyGemma2(n_layer=46, n_embd=32, n_ff=32, head_dim=16),
+    "gemma2, biases, factors": TinyGemma2(qkv_bias=True, scales=ATTENTION_TARGETS),
     "gemma3": TinyGemma3(),
     "gemma3, own pattern": TinyGemma3(n_layer=7, pattern=None, logit_softcap=3.0),
     "gemma3, no window": TinyGemma3(n_swa=0, pattern=None, n_layer=2),
@@ -221,6 +220,7 @@ VARIANTS: Mapping[str, TinyModel] = {
     ),
     "gemma3, pattern": TinyGemma3(pattern=(True, False, True), n_head_kv=4),
     "gemma3, 27B": TinyGemma3(n_layer=62, pattern=None, n_embd=32, n_ff=32, head_dim=16),
+    "gemma3, biases, factors": TinyGemma3(qkv_bias=True, scales=ATTENTION_TARGETS),
     "phi3": TinyPhi3(),
     "phi3, long": TinyPhi3(long_factors=True, rope_orig_ctx=128),  # tests have room for 256
     "phi3, short": TinyPhi3(long_factors=True, rope_orig_ctx=256),
@@ -228,13 +228,21 @@ VARIANTS: Mapping[str, TinyModel] = {
     "phi3, long, in part": TinyPhi3(
         long_factors=True, rope_orig_ctx=128, rope_dim=8, attn_bias=True, window=17
     ),
+    "phi3, longrope": TinyPhi3(**LONGROPE),
+    "phi3, longrope, short": TinyPhi3(**LONGROPE | {"rope_orig_ctx": 256, "rope_factor": 4.0}),
+    "phi3, biases, factors": TinyPhi3(
+        attn_bias=True, biases_apart=True, scales=("attn_qkv", "attn_output")
+    ),
     "granite": TinyGranite(),
     "granite, biases": TinyGranite(ffn_bias=True, attn_bias=True, tied=True),
     "granite, no scales": TinyGranite(embedding_scale=0, residual_scale=0, attention_scale=0),
     "granite, no positions": TinyGranite(finetuned=False, fused_qkv=True),
-    "granite, factors": TinyGranite(finetuned=True, rope_freqs=True),
+    "granite, rope factors": TinyGranite(finetuned=True, rope_freqs=True),
+    "granite, longrope": TinyGranite(**LONGROPE, tied=True),
+    "granite, biases, factors": TinyGranite(scales=ATTENTION_TARGETS, qkv_bias=True),
     "smollm3": TinySmolLM3(),
     "smollm3, tied, yarn": TinySmolLM3(tied=True, rope_scaling="yarn"),
+    "smollm3, biases, factors": TinySmolLM3(qkv_bias=True, scales=ATTENTION_TARGETS),
 }
 """Every family with its optional parts on and off, all with windows and scaling that 140 tokens
 cross."""

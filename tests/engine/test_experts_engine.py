@@ -13,13 +13,24 @@ from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
 from tests.numerics.runs import random_tokens
 from tests.tiny import TinyAdapter, TinyModel
-from tests.tiny_experts import TinyDeepSeek2, TinyGptOss, TinyQwen3MoE
+from tests.tiny_experts import (
+    TINY_EXPERTS,
+    TinyDeepSeek2,
+    TinyGptOss,
+    TinyGraniteMoE,
+    TinyMixtral,
+    TinyQwen2MoE,
+    TinyQwen3MoE,
+)
 
 PROMPT = random_tokens(40)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 MIXES: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 0.5}, {"a": -0.5, "b": 1.0}]
 MODELS: dict[str, TinyModel] = {
+    "mixtral": TinyMixtral(),
+    "qwen2moe": TinyQwen2MoE(),
     "qwen3moe": TinyQwen3MoE(),
+    "granitemoe": TinyGraniteMoE(),
     "gpt-oss": TinyGptOss(n_swa=8),
     "deepseek2": TinyDeepSeek2(),
 }
@@ -53,6 +64,11 @@ def requests() -> list[Request]:
         for half in range(2)
         for mix in MIXES
     ]
+
+
+def test_every_family_with_experts_is_here() -> None:
+    """No family is left out of the tests below."""
+    assert {tiny.arch for tiny in MODELS.values()} == TINY_EXPERTS.keys()
 
 
 def test_mixed_requests_give_what_they_give_alone(files: Files, model: Model) -> None:

@@ -1,4 +1,4 @@
-"""Rotary positions in float64: plain, with frequency factors, linear and YaRN scaling.
+"""Rotary positions in float64: plain, with frequency factors, linear, longrope and YaRN scaling.
 
 Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071) with beta_fast 32 and beta_slow 1.
 """
@@ -25,7 +25,7 @@ class Rope:
     n_rot: int
     freq_base: float = 10000.0
     freq_factors: Float | None = None  # (n_rot / 2,), divide the angle
-    scaling: Literal["none", "linear", "yarn"] = "none"
+    scaling: Literal["none", "linear", "yarn", "longrope"] = "none"
     factor: float = 1.0
     n_ctx_orig: int = 0
     attn_factor: float = 1.0
@@ -38,7 +38,7 @@ class Rope:
         """From GGUF keys; the architecture is the prefix."""
         arch = keys["general.architecture"]
         scaling = keys.get(f"{arch}.rope.scaling.type", "none")
-        if scaling not in ("none", "linear", "yarn"):
+        if scaling not in ("none", "linear", "yarn", "longrope"):
             raise ValueError(f"{arch}.rope.scaling.type: unknown value {scaling!r}")
 
         def number(name: str, default: float) -> float:
@@ -63,7 +63,7 @@ class Rope:
         frequency = self.freq_base ** (-2 * i / self.n_rot)
         if self.freq_factors is not None:
             frequency = frequency / self.freq_factors
-        if self.scaling == "linear":
+        if self.scaling in ("linear", "longrope"):
             frequency = frequency / self.factor
         if self.scaling == "yarn":
             keep = self._kept(i)
