@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from loragraph.cli import doctor as doctor_command
+from loragraph.cli import run, serving
 from loragraph.cli.main import app
 from loragraph.cli.progress import file_progress, step_progress
+from loragraph.cli.serve_flags import ServeFlags
 from tests.tiny import TinyAdapter, TinyLlama
 
 
@@ -69,3 +72,31 @@ def test_doctor_shows_its_steps_on_a_terminal(
     shown = CliRunner().invoke(app, args)
     assert shown.stdout == plain.stdout
     assert ("the text" in out.getvalue()) == (not options)
+
+
+def assert_shown(pictures: str, *, is_terminal: bool) -> None:
+    """A bar that came to its end, on a terminal alone."""
+    assert ("loading" in pictures) == is_terminal
+    at_the_end = re.search(r"([1-9][\d.]*)/\1 (bytes|[kM]B)", pictures)
+    assert (at_the_end is not None) == is_terminal, pictures
+
+
+def test_run_shows_that_it_loads(tmp_path: Path) -> None:
+    """A bar of the base's bytes on a terminal, gone at the end; nothing for a log."""
+    base = TinyLlama().write(tmp_path / "base.gguf")
+    loading = run._Loading(base, (), False, None, 1, False)
+    for is_terminal in (True, False):
+        console, out = terminal(is_terminal=is_terminal)
+        with run._loaded_model(console, loading):
+            pass
+        assert_shown(out.getvalue(), is_terminal=is_terminal)
+
+
+def test_serve_shows_that_it_loads(tmp_path: Path) -> None:
+    """The same."""
+    base = TinyLlama().write(tmp_path / "base.gguf")
+    plan = ServeFlags(base=base, threads=1, repack=False).plan(())
+    for is_terminal in (True, False):
+        console, out = terminal(is_terminal=is_terminal)
+        serving._load_model(console, plan).close()
+        assert_shown(out.getvalue(), is_terminal=is_terminal)

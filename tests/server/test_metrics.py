@@ -200,6 +200,28 @@ def test_counters_of_loads_never_fall(tmp_path: Path) -> None:
         assert (first, second, loads()) == (1, 2, 2)
 
 
+def test_failures_are_counted_over_http(tmp_path: Path) -> None:
+    """Adapters whose file is no more, by adapter, and the requests that ended so, by outcome."""
+    write_files(tmp_path)
+    with (
+        serving(tmp_path, ServerConfig(with_metrics=True)) as served,
+        served.client() as http,
+    ):
+        path = tmp_path / "adapters" / "alpha.gguf"
+        path.write_bytes(path.read_bytes()[:-64])  # registered, not loaded yet
+        body = {"prompt": "a", "max_tokens": 1, "model": "alpha"}
+        statuses = [http.post("/v1/completions", json=body).status_code for _ in range(2)]
+        assert all(status >= 400 for status in statuses)
+        assert http.post("/v1/completions", json={**body, "model": "beta"}).is_success
+        found = samples(http.get("/metrics").text)
+
+    failures = "loragraph_adapter_load_failures_total"
+    assert of(found, failures, adapter="alpha") == 1  # what is wrong with a file is remembered
+    assert of(found, failures, adapter="beta") == 0
+    assert of(found, "loragraph_requests_total", adapter="alpha", outcome="error") == 2
+    assert of(found, "loragraph_requests_total", adapter="beta", outcome="length") == 1
+
+
 def test_without_the_flag_there_are_none(tmp_path: Path) -> None:
     """501 in llama-server's words; before the engine is there the route works too."""
     write_files(tmp_path)

@@ -49,6 +49,7 @@ def test_an_adapter_is_a_model(client: openai.OpenAI, served: Served, model: str
     """By its name, alone or behind the base's, an adapter answers as the engine with it does."""
     got = answer(client, model=model)
 
+    assert got.system_fingerprint.startswith("loragraph-")
     assert got.choices[0].message.content == direct(served, {"alpha": 1.0})
     assert got.choices[0].message.content != direct(served)
     assert got.adapters[0]["name"] == "alpha"
@@ -277,6 +278,22 @@ def test_embeddings(client: openai.OpenAI, served: Served, model: str) -> None:
     assert got.usage.prompt_tokens == got.usage.total_tokens > 2
 
 
+def test_embeddings_tell_times_and_what_the_cache_had(client: openai.OpenAI) -> None:
+    """Of one input beside the data, of several in each entry."""
+    one = client.embeddings.create(model="beta", input="hello again", encoding_format="float")
+    two = client.embeddings.create(model="beta", input=["hello", "you"], encoding_format="float")
+
+    told: Any = one.to_dict()
+    timings, usage = told["timings"], told["usage"]
+    assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+    assert timings["prompt_ms"] + timings["predicted_ms"] > 0
+    assert "timings" not in two.to_dict()
+    entries: list[Any] = [entry.to_dict()["timings"] for entry in two.data]
+    n_prompt = sum(entry["cache_n"] + entry["prompt_n"] for entry in entries)
+    assert n_prompt == two.usage.prompt_tokens
+
+
 def test_embeddings_of_token_ids_and_other_poolings(client: openai.OpenAI, served: Served) -> None:
     """Token ids are taken as they are; `pooling` and `embd_normalize` are the engine's."""
     ids = served.engine.model.vocab.tokenize("the world")
@@ -384,6 +401,15 @@ def test_calls_written_by_the_model(tools_client: openai.OpenAI) -> None:
     assert none.finish_reason == "stop"
 
 
+def test_calls_are_left_in_the_text_where_that_is_wanted(tools_client: openai.OpenAI) -> None:
+    """llama-server's parse_tool_calls false."""
+    text = 'Well.<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    body = {"grammar": f"root ::= {json.dumps(text)}", "parse_tool_calls": False}
+    got = answer(tools_client, tools=TOOLS, max_tokens=200, extra_body=body).choices[0]
+
+    assert (got.message.content, got.message.tool_calls) == (text, None)
+
+
 def test_calls_and_results_go_back_to_the_model(tools_client: openai.OpenAI) -> None:
     """Earlier calls reach the template with arguments as objects, results as messages."""
     messages: list[Any] = [
@@ -414,10 +440,14 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     """The client raises its own classes for our statuses, with message, type and param."""
     with pytest.raises(openai.NotFoundError, match="known: base, alpha") as missing:
         answer(client, model="nope")
-    assert missing.value.param == "model"
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError) as unlisted:
+        client.models.retrieve("nope")
+    assert unlisted.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="at most") as long:
         client.completions.create(model="base", prompt="a " * 5000)
     assert long.value.type == "exceed_context_size_error"
+    assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="unknown field"):
         answer(client, extra_body={"temprature": 1})
 

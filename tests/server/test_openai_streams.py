@@ -109,3 +109,21 @@ def test_token_ids(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
         expected = whole if "messages" in body else choice
         first = own[0] if "messages" in body else entries[0]
         assert first["prompt_token_ids"] == expected["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_each_of_several_prompts_tells_what_made_it(http: httpx.Client, n: int) -> None:
+    """Adapters and timings are in the last chunk of each prompt, and nowhere else."""
+    body = {"prompt": ["one two", "three"], "adapters": ["beta"], **OPTIONS, "n": n}
+
+    chunks = chunks_of(http, "/v1/completions", body)
+
+    told = [c["choices"][0] for c in chunks if "adapters" in c["choices"][0]]
+    assert sorted(entry["index"] // n for entry in told) == [0, 1]
+    for entry in told:
+        assert entry["finish_reason"] is not None
+        assert [use["name"] for use in entry["adapters"]] == ["beta"]
+        assert entry["timings"]["prompt_n"] + entry["timings"]["cache_n"] > 0
+        later = chunks[[c["choices"][0] for c in chunks].index(entry) + 1 :]
+        assert all(c["choices"][0]["index"] // n != entry["index"] // n for c in later)
+    assert not any("adapters" in chunk for chunk in chunks)

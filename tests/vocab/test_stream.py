@@ -108,3 +108,12 @@ def test_a_stop_string_too_early_is_text() -> None:
     assert stream.stop_string == "aba"
     plain = TextStream()
     assert plain.feed(b"abc", may_stop=False) + plain.flush() == "abc"
+
+
+def test_a_stop_string_is_kept_where_it_is_wanted() -> None:
+    """It ends the text, and so do the bytes of a token that ends it."""
+    stream = TextStream(["bc"], keep_stop=True)
+
+    assert [stream.feed(b"ab"), stream.feed(b"cd"), stream.end(b"e")] == ["a", "bc", "e"]
+    assert stream.stop_string == "bc"
+    assert TextStream().end(b"e") == ""

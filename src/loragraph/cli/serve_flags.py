@@ -5,24 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from loragraph.cli import serve_options as options
 from loragraph.cli.adapter_list import csv_fields
 from loragraph.cli.options import AttentionKind, KvType, Lowering
 from loragraph.cli.serve_plan import Plan, ServedAdapter, served_adapters
+from loragraph.cli.sizes import byte_count
 from loragraph.errors import ConfigError
 from loragraph.server.config import MAX_BODY_BYTES, ServerConfig
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MAX_KEY_FILE = 1 << 20
+_FLASH_ATTN = {
+    options.FlashAttention.ON: AttentionKind.CELLS,
+    options.FlashAttention.AUTO: AttentionKind.CELLS,
+    options.FlashAttention.OFF: AttentionKind.PLAIN,
+}
+
+E = TypeVar("E", bound=StrEnum)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags:
     """A field a flag; typer makes the command's options of them."""
 
-    base: options.Base
+    base: options.Base = None
     lora: options.Lora = None
     lora_scaled: options.LoraScaled = None
     lora_init_without_apply: options.InitWithoutApply = False
@@ -37,10 +47,14 @@ class ServeFlags:
     max_loras: options.MaxLoras = 64
     max_lora_bytes: options.MaxLoraBytes = None
     deadline: options.Deadline = None
+    model: options.ModelFile = None
     alias: options.Alias = None
     threads: options.Threads = None
-    kv_type: options.Kv = KvType.F16
-    attention: options.Attention = AttentionKind.CELLS
+    kv_type: options.Kv = None
+    cache_type_k: options.CacheTypeK = None
+    cache_type_v: options.CacheTypeV = None
+    attention: options.Attention = None
+    flash_attn: options.FlashAttn = None
     repack: options.Repack = True
     host: options.Host = "127.0.0.1"
     port: options.Port = 8080
@@ -108,7 +122,7 @@ class ServeFlags:
     def plan(self, adapters: Sequence[ServedAdapter]) -> Plan:
         """What to load and where to listen; ConfigError."""
         return Plan(
-            base=self.base,
+            base=self._base(),
             adapters=adapters,
             pinned=tuple(values(self.lora_pin, "--lora-pin")),
             adapter_dir=self.lora_dir,
@@ -121,10 +135,10 @@ class ServeFlags:
                 "max_sequences": self.parallel,
                 "max_waiting": self.max_waiting,
                 "max_adapters": self.max_loras,
-                "max_adapter_bytes": self.max_lora_bytes,
+                "max_adapter_bytes": _bytes(self.max_lora_bytes, "--max-lora-bytes"),
                 "lowering": self.lowering.value,
-                "attention": self.attention.value,
-                "kv_type": self.kv_type.value,
+                "attention": self._attention().value,
+                "kv_type": self._kv_type().value,
             },
             host=self.host,
             port=self.port,
@@ -132,6 +146,41 @@ class ServeFlags:
             drain_timeout_s=self.drain_timeout,
             access_log=self.access_log,
         )
+
+    def _base(self) -> Path:
+        """BASE or -m; ConfigError for none, and for two that differ."""
+        given = {path for path in (self.base, self.model) if path is not None}
+        if len(given) != 1:
+            raise ConfigError(
+                f"expected BASE, or -m in its place, got {'both' if given else 'neither'}",
+                field="BASE",
+            )
+        return given.pop()
+
+    def _kv_type(self) -> KvType:
+        k, v = self.cache_type_k, self.cache_type_v
+        if (k or KvType.F16) != (v or KvType.F16):
+            raise ConfigError(
+                f"expected one type of K and V, got {k or KvType.F16} and {v or KvType.F16}",
+                field="-ctk",
+                hint="give -ctk and -ctv the same type, or use --kv-type",
+            )
+        return _one(self.kv_type, k or v, ("--kv-type", "-ctk")) or KvType.F16
+
+    def _attention(self) -> AttentionKind:
+        asked = None if self.flash_attn is None else _FLASH_ATTN[self.flash_attn]
+        return _one(self.attention, asked, ("--attention", "-fa")) or AttentionKind.CELLS
+
+
+def _one(own: E | None, theirs: E | None, flags: tuple[str, str]) -> E | None:
+    """What our flag or llama-server's says; ConfigError where they disagree."""
+    if own is not None and theirs is not None and own != theirs:
+        raise ConfigError(f"{flags[0]} and {flags[1]} disagree: {own} and {theirs}", field=flags[1])
+    return theirs if own is None else own
+
+
+def _bytes(text: str | None, flag: str) -> int | None:
+    return None if text is None else byte_count(text, flag)
 
 
 def values(given: Sequence[str] | None, flag: str) -> list[str]:

@@ -6,6 +6,8 @@ may be repeated take their values there as one list with commas.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,22 +26,31 @@ def variable(name: str) -> str:
 
 
 def _option(panel: str, *names: str, text: str, **more: Any) -> Any:
-    main = next(name for name in names if name.startswith("--")).partition("/")[0]
-    return typer.Option(*names, help=text, rich_help_panel=panel, envvar=variable(main), **more)
+    long = [name.partition("/")[0] for name in names if name.startswith("--")]
+    variables = [variable(name) for name in long]
+    return typer.Option(*names, help=text, rich_help_panel=panel, envvar=variables, **more)
 
 
-def _many(panel: str, name: str, text: str, metavar: str) -> Any:
+def _many(panel: str, name: str, text: str, metavar: str, short: Sequence[str] = ()) -> Any:
     """Repeatable: click would split the variable's value at blanks, so it is read elsewhere."""
     return typer.Option(
-        name,
+        *(*short, name),
         help=f"{text} Repeatable, comma-separated. \\[env var: {variable(name)}]",
         rich_help_panel=panel,
         metavar=metavar,
     )
 
 
+class FlashAttention(StrEnum):
+    """llama-server's values of -fa."""
+
+    ON = "on"
+    OFF = "off"
+    AUTO = "auto"
+
+
 Base = Annotated[
-    Path,
+    Path | None,
     typer.Argument(metavar="BASE", help="The base model: a GGUF file.", envvar="LORAGRAPH_MODEL"),
 ]
 
@@ -108,8 +119,13 @@ MaxLoras = Annotated[
     int, _option(_MEMORY, "--max-loras", text="Most adapters in memory at a time.")
 ]
 MaxLoraBytes = Annotated[
-    int | None,
-    _option(_MEMORY, "--max-lora-bytes", text="Most bytes of adapters in memory; default: any."),
+    str | None,
+    _option(
+        _MEMORY,
+        "--max-lora-bytes",
+        text="Most bytes of adapters in memory, as 512M, 2G or 1.5Gi; default: any.",
+        metavar="BYTES",
+    ),
 ]
 Deadline = Annotated[
     float | None,
@@ -117,15 +133,42 @@ Deadline = Annotated[
 ]
 
 # Model
+ModelFile = Annotated[
+    Path | None,
+    typer.Option(
+        *("-m", "--model"),
+        help="The same as BASE, by llama-server's flag.",
+        rich_help_panel=_MODEL,
+        metavar="FILE",
+    ),
+]
 Alias = Annotated[
     list[str] | None,
-    _many(_MODEL, "--alias", "Name of the base; default: its file's name.", "NAME"),
+    _many(_MODEL, "--alias", "Name of the base; default: its file's name.", "NAME", ("-a",)),
 ]
 Threads = Annotated[
     int | None, _option(_MODEL, "-t", "--threads", text="Default: the CPUs at hand.")
 ]
-Kv = Annotated[KvType, _option(_MODEL, "--kv-type", text="Type of the cells.")]
-Attention = Annotated[AttentionKind, _option(_MODEL, "--attention", text="How K and V are read.")]
+Kv = Annotated[KvType | None, _option(_MODEL, "--kv-type", text="Type of the cells; default: f16.")]
+CacheTypeK = Annotated[
+    KvType | None,
+    _option(
+        _MODEL, "-ctk", "--cache-type-k", text="llama-server's: has to be the same as that of V."
+    ),
+]
+CacheTypeV = Annotated[KvType | None, _option(_MODEL, "-ctv", "--cache-type-v", text="As -ctk.")]
+Attention = Annotated[
+    AttentionKind | None,
+    _option(_MODEL, "--attention", text="How K and V are read; default: cells."),
+]
+FlashAttn = Annotated[
+    FlashAttention | None,
+    _option(
+        _MODEL,
+        *("-fa", "--flash-attn"),
+        text="llama-server's: on and auto are --attention cells, off is plain.",
+    ),
+]
 Repack = Annotated[
     bool,
     _option(_MODEL, "--repack/--no-repack", text="Lay weights out for speed where possible."),
@@ -155,7 +198,9 @@ MaxBodyBytes = Annotated[
 SendTimeout = Annotated[
     float,
     _option(
-        _HTTP, "--send-timeout", text="Seconds after which a client that does not read is cut."
+        _HTTP,
+        *("-to", "--send-timeout", "--timeout"),
+        text="Seconds after which a client that does not read is cut.",
     ),
 ]
 SsePing = Annotated[
@@ -265,7 +310,9 @@ SlotSavePath = Annotated[
     ),
 ]
 Props = Annotated[bool, _option(_ROUTES, "--props/--no-props", text="POST /props.")]
-Page = Annotated[bool, _option(_ROUTES, "--page/--no-page", text="The page at /.")]
+Page = Annotated[
+    bool, _option(_ROUTES, "--page/--no-page", "--webui/--no-webui", text="The page at /.")
+]
 AccessLog = Annotated[
     Path | None,
     _option(

@@ -40,6 +40,11 @@ class Plan:
     drain_timeout_s: float
     access_log: Path | None = None  # -: standard output
 
+    def limits(self, n_ctx_train: int) -> tuple[int, int]:
+        """Cells, and the most tokens of one request, with a base that was trained on so many."""
+        asked = (n_ctx_train, self.max_model_len or 0, self.n_ctx)
+        return self.n_ctx or n_ctx_train, min(limit for limit in asked if limit > 0)
+
 
 def served_adapters(
     plain: Sequence[str], scaled: Sequence[str], adapter_dir: Path | None

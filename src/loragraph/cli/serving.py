@@ -155,12 +155,11 @@ class _Opening:
     def _load(self) -> None:
         plan = self._plan
         self._model = _load_model(self._console, plan)
-        limits = [self._model.hparams.n_ctx_train, plan.max_model_len or 0, plan.n_ctx]
-        n_ctx = plan.n_ctx or self._model.hparams.n_ctx_train
+        n_ctx, max_sequence_tokens = plan.limits(self._model.hparams.n_ctx_train)
         engine = Engine(
             self._model,
             n_ctx=n_ctx,
-            max_sequence_tokens=min(limit for limit in limits if limit > 0),
+            max_sequence_tokens=max_sequence_tokens,
             adapter_dir=plan.adapter_dir,
             **plan.engine_options,
         )

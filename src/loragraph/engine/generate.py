@@ -48,6 +48,8 @@ class SamplingFields(TypedDict, total=False):
     grammar: str | None
     logit_bias: Mapping[int, float]
     stop: str | Sequence[str]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
     max_tokens: int | None
     ignore_eos: bool
     logprobs: int | None
@@ -137,7 +139,7 @@ class GenerationStream:
         self._prompt = list(prompt)
         self._n_past = context.n_past
         self._adapters = context.mix.key
-        self._text = TextStream(params.stop)
+        self._text = TextStream(params.stop, keep_stop=params.include_stop_str_in_output)
         self._pieces: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -209,12 +211,12 @@ class GenerationStream:
             return self._event("", None, "length")
         token, logprob = self._next_token()
         if self._vocab.is_eog(token) or token in self.params.stop_token_ids:
-            return self._event(self._text.flush(), token, "stop", logprob)
+            return self._event(self._text.end(self._piece(token)), token, "stop", logprob)
         self._tokens.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
         may_stop = len(self._tokens) > self.params.min_tokens
-        piece = self._text.feed(self._vocab.piece(token, special=False), may_stop=may_stop)
+        piece = self._text.feed(self._piece(token), may_stop=may_stop)
         full = self._context.n_past >= self._context.n_ctx
         if not full:
             self._context.hold(token)
@@ -227,6 +229,9 @@ class GenerationStream:
         if self._text.stopped:
             reason = "stop"
         return self._event(piece, token, reason, logprob)
+
+    def _piece(self, token: int) -> bytes:
+        return self._vocab.piece(token, special=not self.params.skip_special_tokens)
 
     def _next_token(self) -> tuple[int, TokenLogprob | None]:
         start = time.perf_counter()

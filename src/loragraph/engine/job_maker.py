@@ -101,10 +101,10 @@ class JobMaker:
     def _add_choices(self, job: Job, params: SamplingParams, n: int) -> None:
         """Choice i draws with seed + i."""
         first = Sampler(self._model.vocab, params, job.tokens, self._limit)
-        job.choices.append(ChoiceState(job, 0, first, TextStream(params.stop)))
+        job.choices.append(ChoiceState(job, 0, first, _text_stream(params)))
         for index in range(1, n):
             sampler = first.with_seed((first.seed + index) % 2**32)
-            job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
+            job.choices.append(ChoiceState(job, index, sampler, _text_stream(params)))
 
     def _prompt(self, request: Request) -> list[int]:
         tokens = prompt_tokens(self._model, request.prompt, chat=request.chat)
@@ -165,3 +165,7 @@ def _scale(name: str, scale: object) -> float:
             f"adapters: '{name}': expected a finite scale, got {scale!r:.40}", param="adapters"
         )
     return value
+
+
+def _text_stream(params: SamplingParams) -> TextStream:
+    return TextStream(params.stop, keep_stop=params.include_stop_str_in_output)

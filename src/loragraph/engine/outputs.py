@@ -51,6 +51,7 @@ class StepOutputs:
         self._texts = texts
         self._clock = clock
         self._pieces: dict[int, tuple[bytes, bool]] = {}
+        self._all_pieces: dict[int, tuple[bytes, bool]] = {}  # those of control tokens too
         self._crew = Crew(n_threads)
 
     def close(self) -> None:
@@ -167,11 +168,11 @@ class StepOutputs:
         """A sampled token: text, stop strings, the end."""
         job, sequence, params = choice.job, choice.sequence, choice.sampler.params
         assert sequence is not None
-        piece, ends = self._piece(token)
+        piece, ends = self._piece(token, special=not params.skip_special_tokens)
         if ends or token in params.stop_token_ids:
             self._scheduler.finish(sequence, "stop")
             choice.stop_token = token
-            choice.finish(choice.text.flush(), token, "stop", logprob)
+            choice.finish(choice.text.end(piece), token, "stop", logprob)
             self._end_if_done(job, ended)
             return
         choice.add(token, logprob)
@@ -215,11 +216,13 @@ class StepOutputs:
         if job.done and job not in ended.failed:
             ended.done[job] = None
 
-    def _piece(self, token: int) -> tuple[bytes, bool]:
-        found = self._pieces.get(token)
+    def _piece(self, token: int, *, special: bool) -> tuple[bytes, bool]:
+        """Its bytes, of a control token only with `special`, and whether it ends a generation."""
+        pieces = self._all_pieces if special else self._pieces
+        found = pieces.get(token)
         if found is None:
-            found = self._texts.piece(token, special=False), self._texts.is_eog(token)
-            self._pieces[token] = found
+            found = self._texts.piece(token, special=special), self._texts.is_eog(token)
+            pieces[token] = found
         return found
 
 

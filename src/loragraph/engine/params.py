@@ -26,6 +26,7 @@ MAX_BREAKER_TOKENS = 1 << 14
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's default (common.h)."""
 
+_FLAGS = "ignore_eos", "post_sampling_probs", "include_stop_str_in_output", "skip_special_tokens"
 _HUGE = 1e39  # more than any float32
 _GREEDY_BELOW = 1e-6  # a smaller temperature overflows, and leaves one candidate anyway
 
@@ -56,6 +57,8 @@ class SamplingParams:
     grammar: str | None = None  # GBNF, start rule `root`
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False  # what ended the text stands at its end
+    skip_special_tokens: bool = True  # control tokens are not in the text
     max_tokens: int | None = None  # None: until the end of generation or of the context
     ignore_eos: bool = False  # forbid the tokens that end a generation
     logprobs: int | None = None
@@ -91,7 +94,7 @@ class SamplingParams:
             _check_integer("seed", self.seed, 0, 2**32 - 1)
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise bad_param("grammar", "a text in GBNF", self.grammar)
-        for name in ("ignore_eos", "post_sampling_probs"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise bad_param(name, "true or false", getattr(self, name))
         if self.logprobs is not None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from importlib import metadata
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -25,6 +24,7 @@ from loragraph.server import (
 from loragraph.server.config import ServerConfig
 from loragraph.server.gate import Gate, cors_options
 from loragraph.server.prefix import ApiPrefix
+from loragraph.server.routing import own_version
 from loragraph.server.state import AdapterAdmin, Ids, ServerState
 
 
@@ -43,7 +43,7 @@ def create_app(
     state = ServerState(config, admin or adapters_api.LocalAdmin(), ids)
     app = FastAPI(
         title="loragraph",
-        version=_version(),
+        version=own_version(),
         lifespan=_lifespan,
         strict_content_type=False,
         docs_url=None,  # they load scripts from elsewhere
@@ -75,10 +75,3 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     executor = ThreadPoolExecutor(state.config.n_http_threads, "loragraph-http")
     asyncio.get_running_loop().set_default_executor(executor)
     yield
-
-
-def _version() -> str:
-    try:
-        return metadata.version("loragraph")
-    except metadata.PackageNotFoundError:  # run from its folder, without being installed
-        return "0"

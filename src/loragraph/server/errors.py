@@ -2,8 +2,9 @@
 
     {"error": {"code": 404, "type": "not_found_error", "message": ..., "param": ..., "reason": ...}}
 
-`code` is the status and `type` one of llama-server's words; `param` is OpenAI's; `reason` is
-OpenAI's string code, which llama-server's integer leaves no room for.
+`code` is the status, as in llama-server and vLLM, and `type` one of llama-server's words; `param`
+is OpenAI's, and `reason` its string code where it has one. On OpenAI's routes `code` is that string
+too, which its clients compare; where there is none, the status.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ _WITH_STATUS = (
     SourceError,
     StaleCatalogueError,
 )
+_OPENAI_TAGS = frozenset(("openai", "models"))
 _RETRY_AFTER = {"Retry-After": "1"}
 _MAX_MESSAGE = 2000
 _FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^/\s:'\",]+/)+")  # of an absolute path
@@ -70,7 +72,7 @@ class ErrorBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    code: int
+    code: int | str  # a status, or on OpenAI's routes its string where it has one
     type: str
     message: str
     param: str | None = None
@@ -118,6 +120,15 @@ class ApiError(HTTPException):
         """The answer."""
         return JSONResponse(self.body, self.status_code, self.headers)
 
+    def response_to(self, request: Request) -> JSONResponse:
+        """The answer, with OpenAI's string as `code` where its routes are asked."""
+        error = self.body["error"]
+        tags = getattr(request.scope.get("route"), "tags", ())
+        if "reason" not in error or not _OPENAI_TAGS.intersection(tags):
+            return self.response
+        body = {"error": {**error, "code": error["reason"]}}
+        return JSONResponse(body, self.status_code, self.headers)
+
 
 def api_error(error: LoragraphError) -> ApiError:
     """The one mapping of our errors to statuses and bodies."""
@@ -157,8 +168,8 @@ def install(app: FastAPI) -> None:
     """Has an application answer every error in this shape."""
 
     @app.exception_handler(LoragraphError)
-    async def known(_request: Request, error: LoragraphError) -> JSONResponse:
-        return api_error(error).response
+    async def known(request: Request, error: LoragraphError) -> JSONResponse:
+        return api_error(error).response_to(request)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -167,7 +178,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error, ApiError):
-            return error.response
+            return error.response_to(request)
         detail = str(error.detail)
         if error.status_code == 404:
             detail = f"no such route: {request.method} {request.url.path:.200}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json, to_json
 
 from loragraph.errors import InvalidRequestError
+from loragraph.server.json_pattern import choice_grammar, regex_grammar
 from loragraph.server.json_schema import ANY_OBJECT, grammar_of_schema
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def grammar_of(body: GenerationBody) -> str | None:
         return body.grammar or None
     if body.json_schema is not None:
         return cached_grammar(body.json_schema)
+    for field, (kind, value) in body.forms().items():
+        return _guided(field, kind, value)
     form = body.response_format
     if form is None or form.type == "text":
         return None
@@ -33,6 +36,22 @@ def grammar_of(body: GenerationBody) -> str | None:
             "response_format: expected json_schema.schema", param="response_format"
         )
     return cached_grammar(wrapped["schema"])
+
+
+def _guided(field: str, kind: str, value: Any) -> str:
+    """The GBNF of one of vLLM's or SGLang's forms."""
+    if kind == "grammar":
+        return str(value)
+    if kind == "regex":
+        return regex_grammar(value)
+    if kind == "choice":
+        return choice_grammar(value)
+    if isinstance(value, str):
+        try:
+            value = from_json(value)
+        except ValueError as error:
+            raise InvalidRequestError(f"{field}: {error}", param=field) from error
+    return cached_grammar(value)
 
 
 def call_schema(body: ChatBody) -> dict[str, Any] | None:

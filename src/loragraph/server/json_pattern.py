@@ -1,13 +1,13 @@
-"""Regular expressions of JSON schemas as GBNF, for texts inside JSON strings.
+"""Regular expressions as GBNF: of JSON schemas, for texts inside JSON strings, and of whole texts.
 
-Every character of the text stands as JSON writes it: quotes, backslashes and control characters
-escaped. What regular grammars cannot do (look-around, back references) is refused.
+In JSON every character of the text stands as JSON writes it: quotes, backslashes and control
+characters escaped. What regular grammars cannot do (look-around, back references) is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from loragraph.errors import InvalidRequestError
 
@@ -40,6 +40,18 @@ def pattern_rule(pattern: str) -> str:
     return f'"\\"" {body} "\\""'
 
 
+def regex_grammar(pattern: str) -> str:
+    """GBNF, start rule `root`, of the texts that match from their begin to their end."""
+    if len(pattern) > MAX_PATTERN:
+        raise _refused(pattern, f"expected at most {MAX_PATTERN} characters")
+    return f"root ::= {_Parser(pattern, _plain_char).parse_whole()}\n"
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """GBNF, start rule `root`, of these texts and no others."""
+    return f"root ::= {' | '.join(literal(text) for text in texts)}\n"
+
+
 def json_char(ranges: Iterable[tuple[int, int]]) -> str:
     """GBNF of one character of these ranges, as it stands in a JSON string."""
     wanted = _without(_normal(ranges), _SURROGATES)
@@ -62,7 +74,9 @@ def literal(text: str) -> str:
 class _Parser:
     """Recursive descent over one pattern."""
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, char: Callable[[_Ranges], str] | None = None) -> None:
+        """`char`: GBNF of one character of some ranges; default: as JSON writes it."""
+        self._char = char or json_char
         self._text = pattern
         self._pos = 0
         self._depth = 0
@@ -79,6 +93,15 @@ class _Parser:
         parts = [] if starts else [f"{ANY_CHAR}*"]
         parts += [body] if body else []
         return " ".join(parts + ([] if ends else [f"{ANY_CHAR}*"])) or '""'
+
+    def parse_whole(self) -> str:
+        """The GBNF of whole texts, which `^` and `$` change nothing about."""
+        self._pos = int(self._text.startswith("^"))
+        body = self._alternation()
+        self._pos += self._peek() == "$"
+        if self._pos != len(self._text):
+            raise self._fail("no unbalanced parenthesis, and '$' only at the end")
+        return body or '""'
 
     def _alternation(self) -> str:
         self._depth += 1
@@ -113,14 +136,14 @@ class _Parser:
                 raise self._fail("')'")
             return f"({body})" if body else '""'
         if char == "[":
-            return json_char(self._set())
+            return self._char(self._set())
         if char == ".":
-            return json_char(_complement(((0x0A, 0x0A), (0x0D, 0x0D))))
+            return self._char(_complement(((0x0A, 0x0A), (0x0D, 0x0D))))
         if char == "\\":
-            return json_char(self._escaped())
+            return self._char(self._escaped())
         if char in "*+?{}^$":
             raise self._fail(f"'{char}' to be escaped here")
-        return json_char([(ord(char), ord(char))])
+        return self._char(((ord(char), ord(char)),))
 
     def _quantified(self, atom: str) -> str:
         char = self._peek()
@@ -197,6 +220,14 @@ class _Parser:
 
     def _fail(self, expected: str) -> InvalidRequestError:
         return _refused(self._text, f"expected {expected} (at {self._pos})")
+
+
+def _plain_char(ranges: _Ranges) -> str:
+    """GBNF of one character of these ranges, as it is; never NUL, where libllama's texts end."""
+    wanted = _without(_without(_normal(ranges), _SURROGATES), ((0, 0),))
+    if not wanted:
+        raise InvalidRequestError("pattern: a character class is empty", param="pattern")
+    return _class(wanted)
 
 
 def _class(ranges: _Ranges) -> str:

@@ -13,7 +13,7 @@ from loragraph.server.state import ServerState
 from loragraph.vocab.chat import ChatTemplate
 
 if TYPE_CHECKING:
-    from loragraph.server.openai.fields import Message, TemplateBody
+    from loragraph.server.openai.fields import GenerationBody, Message, TemplateBody
 
 _RESERVED = frozenset(
     (
@@ -25,17 +25,48 @@ _MARK = "\ue000loragraph:end\ue001"  # private use: no tokeniser's text
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A rendered chat."""
+class TextPrompt:
+    """A prompt, or a rendered chat."""
 
     text: str
     tokens: list[int]
 
 
-def chat_prompt(state: ServerState, mix: RequestMix, body: TemplateBody) -> ChatPrompt:
+def chat_prompt(state: ServerState, mix: RequestMix, body: TemplateBody) -> TextPrompt:
     """The prompt of a chat; InvalidRequestError where the template cannot make one."""
     text = chat_text(state, mix, body)
-    return ChatPrompt(text, tokens_of(state, text))
+    if body.add_special_tokens is False:
+        vocab = state.engine.model.vocab
+        return TextPrompt(text, vocab.tokenize(text, add_special=False, parse_special=True))
+    return TextPrompt(text, tokens_of(state, text))
+
+
+def truncated(
+    state: ServerState, body: GenerationBody, prompts: list[TextPrompt]
+) -> list[TextPrompt]:
+    """The ends of prompts, as many tokens as vLLM's `truncate_prompt_tokens` says.
+
+    -1: as many as fit before the answer.
+    """
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompts
+    if most == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens: expected -1, or at least 1 token, got 0",
+            param="truncate_prompt_tokens",
+        )
+    if most < 0:
+        wanted = body.max_completion_tokens or body.max_tokens or body.n_predict or 1
+        most = max(1, state.engine.config.sequence_limit - max(1, wanted))
+    vocab = state.engine.model.vocab
+    cut = [prompt.tokens[-most:] for prompt in prompts]
+    return [
+        prompt
+        if len(tokens) == len(prompt.tokens)
+        else TextPrompt(vocab.detokenize(tokens, special=False), tokens)
+        for prompt, tokens in zip(prompts, cut, strict=True)
+    ]
 
 
 def chat_text(state: ServerState, mix: RequestMix, body: TemplateBody) -> str:
@@ -57,6 +88,8 @@ def chat_text(state: ServerState, mix: RequestMix, body: TemplateBody) -> str:
         )
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
+    if body.documents is not None:
+        variables["documents"] = body.documents
     goes_on = bool(body.continue_final_message)
     starts = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     if goes_on:
@@ -144,15 +177,9 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """A prompt that is no chat."""
-
-    text: str
-    tokens: list[int]
-
-
-def prompts_of(state: ServerState, value: Any, *, field: str = "prompt") -> list[TextPrompt]:
+def prompts_of(
+    state: ServerState, value: Any, *, field: str = "prompt", add_special: bool = True
+) -> list[TextPrompt]:
     """The prompts of a field: a text, token ids, both mixed (one prompt), or a list of such."""
     if isinstance(value, list) and value and not any(_is_id(part) for part in value):
         if len(value) > state.config.max_prompts:
@@ -160,14 +187,14 @@ def prompts_of(state: ServerState, value: Any, *, field: str = "prompt") -> list
                 f"{field}: expected at most {state.config.max_prompts} prompts, got {len(value)}",
                 param=field,
             )
-        return [_prompt(state, one, field) for one in value]
-    return [_prompt(state, value, field)]
+        return [_prompt(state, one, field, add_special) for one in value]
+    return [_prompt(state, value, field, add_special)]
 
 
-def _prompt(state: ServerState, value: Any, field: str) -> TextPrompt:
+def _prompt(state: ServerState, value: Any, field: str, add_special: bool) -> TextPrompt:
     vocab = state.engine.model.vocab
     if isinstance(value, str):
-        return TextPrompt(value, vocab.tokenize(value, add_special=True, parse_special=True))
+        return TextPrompt(value, vocab.tokenize(value, add_special=add_special, parse_special=True))
     if not isinstance(value, list) or not value:
         raise InvalidRequestError(
             f"{field}: expected a text, token ids, or a list of these, got {value!r:.60}",
@@ -178,7 +205,9 @@ def _prompt(state: ServerState, value: Any, field: str) -> TextPrompt:
         if _is_id(part) and 0 <= part < vocab.n_tokens:
             tokens.append(part)
         elif isinstance(part, str):
-            tokens += vocab.tokenize(part, add_special=index == 0, parse_special=True)
+            tokens += vocab.tokenize(
+                part, add_special=add_special and index == 0, parse_special=True
+            )
         else:
             raise InvalidRequestError(
                 f"{field}: expected texts and token ids from 0 to {vocab.n_tokens - 1}, "

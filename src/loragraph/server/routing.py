@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -96,3 +97,11 @@ class JsonRoute(APIRoute):
 def api_router(**options: Any) -> APIRouter:
     """A router for JSON routes; use it for every route that reads a body."""
     return APIRouter(route_class=JsonRoute, **options)
+
+
+def own_version() -> str:
+    """The version of this program, for documents and fingerprints."""
+    try:
+        return metadata.version("loragraph")
+    except metadata.PackageNotFoundError:  # run from its folder, without being installed
+        return "0"

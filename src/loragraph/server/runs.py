@@ -218,12 +218,13 @@ def usage_json(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def timings_json(result: Result) -> dict[str, Any]:
+def timings_json(result: Result | Embedding) -> dict[str, Any]:
     """llama-server's `timings`, with the time in the queue beside them."""
     timings = result.timings
     n_cached = result.n_cached
     n_prompt = result.n_prompt - n_cached
-    n_answer = sum(len(choice.tokens) for choice in result.choices)
+    choices = result.choices if isinstance(result, Result) else ()
+    n_answer = sum(len(choice.tokens) for choice in choices)
     prompt_ms, predicted_ms = 1e3 * timings.prompt_s, 1e3 * timings.decode_s
     return {
         "cache_n": n_cached,
@@ -239,6 +240,6 @@ def timings_json(result: Result) -> dict[str, Any]:
     }
 
 
-def own_json(result: Result) -> dict[str, Any]:
+def own_json(result: Result | Embedding) -> dict[str, Any]:
     """The fields that our answers have beside OpenAI's: `adapters` and `timings`."""
     return {"adapters": uses_json(result.adapters), "timings": timings_json(result)}

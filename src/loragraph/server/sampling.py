@@ -20,6 +20,7 @@ from loragraph.server.state import ServerState
 _KNOWN = frozenset(field.name for field in dataclass_fields(SamplingParams))
 
 _MAX_BIAS_CHARS = 1000
+_MAX_BAD_WORDS = 1000
 _TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 
 # What llama-server's clients send along without meaning it: the values that change nothing.
@@ -34,8 +35,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "t_max_predict_ms": (-1, 0),
     "grammar_lazy": (False,),
     "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "truncate_prompt_tokens": (-1,),
+    "reasoning_budget": (-1,),
+    "thinking_budget_tokens": (-1,),
+    "image_data": ([],),
+    "multimodal_data": ([],),
+    "control_vector": ([],),
+    "control_vectors": ([],),
 }
 _SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc")
 _SAMPLER_LETTERS = "edskypmxt"
@@ -91,6 +96,10 @@ class SamplingBody(Body):
     min_keep: int | None = None
     post_sampling_probs: bool | None = None
     samplers: list[str] | str | None = None
+    # vLLM's
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[str], Field(max_length=_MAX_BAD_WORDS)] | None = None
 
 
 def sampling_params(
@@ -129,6 +138,9 @@ def sampling_params(
         values["dry_sequence_breakers"] = tuple(values["dry_sequence_breakers"])
     if "logit_bias" in values:
         values["logit_bias"] = _biases(state, values["logit_bias"])
+    if given.get("bad_words"):
+        banned = dict.fromkeys(_banned(state, given["bad_words"]), -math.inf)
+        values["logit_bias"] = {**values.get("logit_bias", {}), **banned}
     values.pop("samplers", None)
     return SamplingParams(**(values | ({} if grammar is None else {"grammar": grammar}) | more))
 
@@ -162,6 +174,15 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
             f"samplers: leaving out {min(missing)} is not supported; give it its neutral value",
             param="samplers",
         )
+
+
+def refuse_speculative(fields: Mapping[str, Any]) -> None:
+    """InvalidRequestError for a `speculative.*` field that asks for it."""
+    for name, value in fields.items():
+        if name.startswith("speculative.") and value not in (0, "none", None, False):
+            raise InvalidRequestError(
+                f"{name:.60}: speculative decoding is not supported", param=name[:60]
+            )
 
 
 def token_limit(given: Mapping[str, Any]) -> int | None:
@@ -210,6 +231,26 @@ def _bias_tokens(state: ServerState, key: Any, pair: Any) -> list[int]:
         raise _bad_bias(pair)
     vocab = state.engine.model.vocab
     return vocab.tokenize(key, add_special=False, parse_special=False)
+
+
+def _banned(state: ServerState, words: list[str]) -> list[int]:
+    """The tokens of words that must not be generated: each at a text's begin and behind a blank.
+
+    As in vLLM, but for words of several tokens, which are refused.
+    """
+    tokens: list[int] = []
+    for word in words:
+        bare = word.lstrip()[:_MAX_BIAS_CHARS]
+        forms = [_bias_tokens(state, text, word) for text in (bare, f" {bare}")] if bare else []
+        alone = [found[0] for found in forms if len(found) == 1]
+        if not forms or len(forms[0]) != 1:
+            raise InvalidRequestError(
+                f"bad_words: expected words of one token, got {word!r:.80}",
+                param="bad_words",
+                hint="logit_bias forbids tokens by their ids",
+            )
+        tokens += alone
+    return tokens
 
 
 def _bad_bias(pair: Any) -> InvalidRequestError:

@@ -13,13 +13,15 @@ class TextStream:
 
     Invalid UTF-8 becomes U+FFFD, an unfinished character waits for its rest. Text that may be the
     beginning of a stop string is held back; the first stop string to be complete (the longest, if
-    several are at the same character) ends the stream: it and what follows are not given out.
+    several are at the same character) ends the stream: it and what follows are not given out; with
+    `keep_stop` it is.
     """
 
-    def __init__(self, stop: Sequence[str] = ()) -> None:
+    def __init__(self, stop: Sequence[str] = (), *, keep_stop: bool = False) -> None:
         if not all(stop):
             raise InvalidRequestError("stop: expected non-empty strings, got ''", param="stop")
         self.stop_string: str | None = None
+        self._keep_stop = keep_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # the longest first: of those complete at the same character it is met first
         self._matchers = [_Matcher(text) for text in sorted(set(stop), key=len, reverse=True)]
@@ -48,6 +50,11 @@ class TextStream:
         rest, self._held = self._held, ""
         return text if self.stopped else text + rest
 
+    def end(self, data: bytes) -> str:
+        """The end of a text that a token with these bytes ends, which are kept as a string is."""
+        text = self.flush()
+        return text + data.decode("utf-8", "replace") if self._keep_stop else text
+
     def _advance(self, text: str) -> str:
         if not self._matchers:
             return text
@@ -58,7 +65,7 @@ class TextStream:
                 if matcher.step(text[end]):
                     self.stop_string = matcher.text
                     self._held = ""
-                    return text[: end + 1 - len(matcher.text)]
+                    return text[: end + 1 - (0 if self._keep_stop else len(matcher.text))]
         return self._hold_back(text)
 
     def _pass(self, text: str) -> str:

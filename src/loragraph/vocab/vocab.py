@@ -186,6 +186,12 @@ class Vocab(Handle):
                 yield unpack(buffer, n) if n >= 0 else self.piece(token)
 
     @property
+    def type_number(self) -> int:
+        """libllama's number of the tokenizer's kind (llama.h, enum llama_vocab_type)."""
+        with self._using() as vocab:
+            return int(self.lib.c.llama_vocab_type(vocab))
+
+    @property
     def vocab_ptr(self) -> Any:
         """libllama's `llama_vocab *`, borrowed until close()."""
         _ = self.ptr  # raises after close

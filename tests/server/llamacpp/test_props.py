@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 
 from loragraph.server.app import create_app
 from loragraph.server.config import ServerConfig
 from tests.server.llamacpp.test_completion import SETTINGS
 from tests.server.serving import Served, listening, serving, write_files
+from tests.tiny import TinyLlama
 
 PROPS = {
     *("default_generation_settings", "total_slots", "model_alias", "model_ftype", "model_path"),
@@ -149,3 +152,42 @@ def test_a_slot_is_free_again(http: httpx.Client) -> None:
     deadline = time.monotonic() + 5
     while any(slot["is_processing"] for slot in http.get("/slots").json()):
         assert time.monotonic() < deadline
+
+
+def test_props_name_the_files_types_and_what_the_template_reads(
+    http: httpx.Client, tmp_path: Path
+) -> None:
+    """`model_ftype` in llama.cpp's words; "" where the file does not say."""
+    template = "{% for m in messages %}{{ m.role }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
+    extra: Any = {"general.file_type": np.uint32(15), "tokenizer.chat_template": template}
+    write_files(tmp_path, TinyLlama(extra=extra))
+    with serving(tmp_path) as served, served.client() as other:
+        props, models = other.get("/props").json(), other.get("/v1/models").json()
+
+    assert props["model_ftype"] == models["data"][0]["meta"]["ftype"] == "Q4_K - Medium"
+    caps = props["chat_template_caps"]
+    assert caps["supports_tools"]
+    assert caps["supports_tool_calls"]
+    plain = http.get("/props").json()
+    assert plain["chat_template_caps"].keys() == caps.keys()
+    assert not plain["chat_template_caps"]["supports_tools"]
+    assert plain["model_ftype"] in ("", "all F32", "F16")
+
+
+def test_models_have_llama_servers_shape_too(http: httpx.Client, served: Served) -> None:
+    """`models` beside OpenAI's `data`, and `meta` of the base."""
+    answer = http.get("/v1/models").json()
+    names = [entry["id"] for entry in answer["data"]]
+    meta = answer["data"][0]["meta"]
+    model = served.engine.model
+
+    assert [entry["name"] for entry in answer["models"]] == names
+    assert all(entry["capabilities"] == ["completion"] for entry in answer["models"])
+    assert all(entry["details"]["format"] == "gguf" for entry in answer["models"])
+    assert meta.keys() == {
+        *("vocab_type", "n_vocab", "n_ctx", "n_ctx_train", "n_embd", "n_params", "size", "ftype")
+    }
+    assert meta["vocab_type"] == 1  # SentencePiece
+    assert meta["n_params"] == sum(t.n_elements for t in model.weights.files.tensors.values())
+    assert model.hparams.n_vocab * model.hparams.n_embd < meta["n_params"]
+    assert 0 < meta["size"] < (served.folder / "base.gguf").stat().st_size

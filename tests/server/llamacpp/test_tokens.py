@@ -126,3 +126,39 @@ def test_the_prompt_gives_the_chats_answer(http: httpx.Client) -> None:
     assert completion["tokens_evaluated"] == chat["usage"]["prompt_tokens"]
     n_prompt = chat["usage"]["prompt_tokens"]
     assert counted == {"input_tokens": n_prompt, "object": "response.input_tokens"}
+
+
+def test_vllms_fields_of_tokenize(http: httpx.Client, served: Served) -> None:
+    """A prompt by its name was nothing: an empty list, and status 200."""
+    vocab = served.engine.model.vocab
+    body = {"model": "base", "prompt": "hello world"}
+    answer = http.post("/tokenize", json={**body, "return_token_strs": True}).json()
+    tokens = vocab.tokenize("hello world", add_special=True, parse_special=True)
+
+    assert answer == {
+        "count": len(tokens),
+        "max_model_len": served.engine.config.sequence_limit,
+        "tokens": tokens,
+        "token_strs": [vocab.piece(token).decode("utf-8", "replace") for token in tokens],
+    }
+    bare = http.post("/tokenize", json={**body, "add_special_tokens": False}).json()
+    assert bare["tokens"] == vocab.tokenize("hello world", add_special=False, parse_special=True)
+    assert bare["token_strs"] is None
+    assert http.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json() == {
+        **bare, "count": 0, "tokens": []
+    }  # fmt: skip
+    back = http.post("/detokenize", json={"model": "base", "tokens": bare["tokens"]}).json()
+    assert back["prompt"] == back["content"] == vocab.detokenize(bare["tokens"])
+
+
+def test_vllms_tokenize_of_a_chat(http: httpx.Client) -> None:
+    """The tokens that the chat's prompt has."""
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    answer = http.post("/tokenize", json=chat).json()
+    asked = {**chat, "max_tokens": 1, "return_token_ids": True}
+    whole = http.post("/v1/chat/completions", json=asked).json()
+
+    assert answer["tokens"] == whole["prompt_token_ids"]
+    assert answer["count"] == len(answer["tokens"])
+    both = http.post("/tokenize", json={**chat, "prompt": "a"})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")

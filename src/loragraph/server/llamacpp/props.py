@@ -12,6 +12,7 @@ from loragraph.engine.sequence_table import SequenceRow
 from loragraph.server.errors import ApiError
 from loragraph.server.gate import Admin
 from loragraph.server.llamacpp.answers import settings_json
+from loragraph.server.llamacpp.described import ftype_name, template_caps
 from loragraph.server.routing import api_router
 from loragraph.server.state import ServerState, State
 
@@ -30,7 +31,7 @@ async def props(state: State) -> dict[str, Any]:
         },
         "total_slots": state.engine.config.max_sequences,
         "model_alias": state.base_name,
-        "model_ftype": _ftype(model.metadata.get("general.file_type")),
+        "model_ftype": ftype_name(model),
         "model_path": model.path.name,
         "modalities": {"vision": False, "audio": False, "video": False},
         "media_marker": "",
@@ -40,7 +41,7 @@ async def props(state: State) -> dict[str, Any]:
         "ui": config.with_page,
         "ui_settings": {},
         "chat_template": vocab.chat_template() or "",
-        "chat_template_caps": {},
+        "chat_template_caps": template_caps(vocab.chat_template() or ""),
         "bos_token": _text(state, vocab.bos),
         "eos_token": _text(state, vocab.eos),
         "build_info": "loragraph",
@@ -103,7 +104,3 @@ def _slot(state: ServerState, number: int, row: SequenceRow | None) -> dict[str,
 def _text(state: ServerState, token: int | None) -> str:
     vocab = state.engine.model.vocab
     return "" if token is None else vocab.piece(token).decode("utf-8", "replace")
-
-
-def _ftype(number: object) -> str:
-    return "" if number is None else f"{number}"

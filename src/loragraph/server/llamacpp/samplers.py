@@ -7,7 +7,7 @@ from typing import Any
 
 from loragraph.errors import InvalidRequestError
 from loragraph.server.llamacpp.answers import SAMPLERS
-from loragraph.server.sampling import SamplingBody, refuse_unsupported
+from loragraph.server.sampling import SamplingBody, refuse_speculative, refuse_unsupported
 
 _LETTERS = "edskypmxt"  # of SAMPLERS, in their order
 _OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature"}
@@ -68,9 +68,5 @@ def refuse_others(others: Mapping[str, Any]) -> None:
 
     Other unknown fields mean nothing, as in llama-server.
     """
-    refuse_unsupported(others)
-    for name, value in others.items():
-        if name.startswith("speculative.") and value not in (0, "none", None, False):
-            raise InvalidRequestError(
-                f"{name:.60}: speculative decoding is not supported", param=name[:60]
-            )
+    refuse_unsupported({name: value for name, value in others.items() if value is not None})
+    refuse_speculative(others)

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loragraph.errors import InvalidRequestError
 from loragraph.server.gate import ApiKey
 from loragraph.server.mixes import RequestMix, resolve_mix
-from loragraph.server.openai.fields import TemplateBody
+from loragraph.server.openai.fields import Messages, TemplateBody, Tools
 from loragraph.server.prompts import chat_prompt, chat_text
 from loragraph.server.routing import api_router
 from loragraph.server.state import ServerState, State
@@ -30,17 +31,28 @@ class _Lenient(BaseModel):
 
 
 class TokenizeBody(_Lenient):
-    """A text, or texts and token ids in turn."""
+    """A text, or texts and token ids in turn; or vLLM's fields: a `prompt`, or a chat."""
 
     content: str | list[str | Token] = ""
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+    # vLLM's
+    prompt: str | None = None
+    messages: Messages | None = None
+    model: str | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(_Lenient):
-    """Token ids."""
+    """Token ids; `model` is vLLM's."""
 
+    model: str | None = None
     tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS)] = []
 
 
@@ -56,16 +68,22 @@ class ApplyTemplateBody(TemplateBody):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, state: State) -> dict[str, Any]:
-    """Token ids, or {id, piece} each; a piece that is no UTF-8 is a list of bytes."""
+async def tokenize(body: TokenizeBody, state: State, key: ApiKey) -> dict[str, Any]:
+    """Token ids, or {id, piece} each; a piece that is no UTF-8 is a list of bytes.
+
+    With `prompt` or `messages` vLLM's answer: the ids, and how many they are.
+    """
+    if body.prompt is not None or body.messages is not None:
+        return await asyncio.to_thread(_tokenize_as_vllm, state, body, key)
     return {"tokens": await asyncio.to_thread(_tokenize, state.engine.model.vocab, body)}
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
-    """The text of token ids."""
+    """The text of token ids; for a client of vLLM's, which names a model, by its name too."""
     vocab = state.engine.model.vocab
-    return {"content": await asyncio.to_thread(vocab.detokenize, body.tokens)}
+    text = await asyncio.to_thread(vocab.detokenize, body.tokens)
+    return {"content": text} if body.model is None else {"content": text, "prompt": text}
 
 
 @router.post("/apply-template")
@@ -78,8 +96,8 @@ async def apply_template(body: ApplyTemplateBody, state: State, key: ApiKey) -> 
 @router.post("/chat/completions/input_tokens", include_in_schema=False)
 async def input_tokens(body: ApplyTemplateBody, state: State, key: ApiKey) -> dict[str, Any]:
     """How many tokens the prompt of a chat has."""
-    n = await asyncio.to_thread(_count, state, body, key)
-    return {"input_tokens": n, "object": "response.input_tokens"}
+    tokens = await asyncio.to_thread(_chat_tokens, state, body, key)
+    return {"input_tokens": len(tokens), "object": "response.input_tokens"}
 
 
 def tokenize_mixed(
@@ -110,6 +128,30 @@ def _tokenize(vocab: Vocab, body: TokenizeBody) -> list[Any]:
     return [{"id": token, "piece": _piece(vocab.piece(token))} for token in tokens]
 
 
+def _tokenize_as_vllm(state: ServerState, body: TokenizeBody, key: str) -> dict[str, Any]:
+    """Its default is a text with what the vocabulary adds to one."""
+    vocab = state.engine.model.vocab
+    if body.prompt is not None and (body.messages is not None or body.content):
+        raise InvalidRequestError(
+            "expected one of 'content', 'prompt' and 'messages', got more", param="prompt"
+        )
+    if body.prompt is not None:
+        begins = body.add_special_tokens is not False
+        tokens = vocab.tokenize(body.prompt, add_special=begins, parse_special=True)
+    else:
+        names = TokenizeBody.model_fields.keys() & ApplyTemplateBody.model_fields.keys()
+        fields = {name: getattr(body, name) for name in names}
+        tokens = _chat_tokens(state, ApplyTemplateBody.model_construct(**fields), key)
+    return {
+        "count": len(tokens),
+        "max_model_len": state.engine.config.sequence_limit,
+        "tokens": tokens,
+        "token_strs": [vocab.piece(token).decode("utf-8", "replace") for token in tokens]
+        if body.return_token_strs
+        else None,
+    }
+
+
 def _piece(data: bytes) -> str | list[int]:
     try:
         return data.decode()
@@ -132,5 +174,5 @@ def _render(state: ServerState, body: ApplyTemplateBody, key: str) -> str:
     return chat_text(state, _mix(state, body, key), body)
 
 
-def _count(state: ServerState, body: ApplyTemplateBody, key: str) -> int:
-    return len(chat_prompt(state, _mix(state, body, key), body).tokens)
+def _chat_tokens(state: ServerState, body: ApplyTemplateBody, key: str) -> list[int]:
+    return chat_prompt(state, _mix(state, body, key), body).tokens

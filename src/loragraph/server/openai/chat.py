@@ -20,7 +20,7 @@ from loragraph.server.openai.fields import ChatBody
 from loragraph.server.openai.logprobs import chat_logprobs, of_events, prompt_logprobs_json
 from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
 from loragraph.server.openai.stream import Fields, chunks
-from loragraph.server.prompts import chat_prompt, tools_of
+from loragraph.server.prompts import chat_prompt, tools_of, truncated
 from loragraph.server.routing import api_router
 from loragraph.server.runs import Run, own_json, usage_json, while_connected
 from loragraph.server.sampling import sampling_params
@@ -47,7 +47,7 @@ class _Chat:
         return head("chatcmpl", kind, self.run.request_id, self.run.mix.model)
 
     def logprobs(self, events: Iterable[Event]) -> dict[str, Any] | None:
-        if not self.body.logprobs:
+        if _n_logprobs(self.body) is None:
             return None
         return self.logprobs_of(of_events(events))
 
@@ -78,7 +78,7 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs: only with 'logprobs': true", param="top_logprobs")
     mix = mix_of(state, body, key)
-    prompt = chat_prompt(state, mix, body)
+    [prompt] = truncated(state, body, [chat_prompt(state, mix, body)])
     grammar = grammar_of(body)
     forced = call_schema(body)
     if forced is not None:
@@ -88,7 +88,7 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
                 param="tool_choice",
             )
         grammar = cached_grammar(forced)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    logprobs = _n_logprobs(body)
     params = sampling_params(
         state, body, grammar=grammar, defaults=mix.defaults.params({}), logprobs=logprobs
     )
@@ -96,7 +96,7 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
         *(state, body, mix, prompt.tokens, params, request_id, "chat"), body.prompt_logprobs
     )
     template = mix.template(state)
-    if template is None or not tools_of(template, body):
+    if template is None or not tools_of(template, body) or body.parse_tool_calls is False:
         return _Chat(state, body, run, None, {})
     names = frozenset(tool.function.name for tool in body.tools or ())
 
@@ -104,7 +104,16 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
         deltas = CallDeltas(names, _n_most_calls(body)) if body.stream else None
         return parser_for(template.source, names, forced=forced is not None, deltas=deltas)
 
-    return _Chat(state, body, run, new_parser, _marks(state, template.source))
+    texts_have_marks = body.skip_special_tokens is False
+    marks = {} if texts_have_marks else _marks(state, template.source)
+    return _Chat(state, body, run, new_parser, marks)
+
+
+def _n_logprobs(body: ChatBody) -> int | None:
+    """How many candidates are told beside each token; None: none, nor the token's own."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    return body.n_probs or None
 
 
 def _n_most_calls(body: ChatBody) -> int | None:
@@ -157,7 +166,7 @@ def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
         "finish_reason": reason,
         "stop_reason": choice.stop_string if choice.stop_string else choice.stop_token,
     }
-    if chat.body.logprobs:
+    if _n_logprobs(chat.body) is not None:
         out["logprobs"] = chat.logprobs_of(choice.logprobs)
     if chat.body.return_token_ids:
         out["token_ids"] = list(choice.tokens)
@@ -175,7 +184,8 @@ def _parsed(chat: _Chat, parser: ToolParser, choice: Choice) -> Parsed:
         )
         text = data.decode("utf-8", "replace")
         if choice.stop_string is not None:
-            text = text.partition(choice.stop_string)[0]
+            before, stop, _ = text.partition(choice.stop_string)
+            text = before + (stop if chat.body.include_stop_str_in_output else "")
     return parser.feed(text) + parser.flush()
 
 
@@ -192,7 +202,9 @@ class _ChoiceDeltas:
         self._has_calls = False
         self._begun = False
         self._plain = (
-            self._parser is None and not chat.body.logprobs and not chat.body.return_token_ids
+            self._parser is None
+            and _n_logprobs(chat.body) is None
+            and not chat.body.return_token_ids
         )
         self.form = chunk.form(self._entry({"content": sse.MARK}))
 

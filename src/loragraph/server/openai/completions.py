@@ -27,7 +27,7 @@ from loragraph.server.openai.logprobs import (
 )
 from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
 from loragraph.server.openai.stream import Fields, chunks
-from loragraph.server.prompts import TextPrompt, prompts_of
+from loragraph.server.prompts import TextPrompt, prompts_of, truncated
 from loragraph.server.routing import api_router
 from loragraph.server.runs import Run, finish_all, own_json, usage_json, while_connected
 from loragraph.server.sampling import sampling_params
@@ -70,7 +70,8 @@ async def completions(
 
 def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str) -> _Job:
     body.check()
-    n, best_of = body.n or 1, body.best_of or body.n or 1
+    n = body.n_choices
+    best_of = body.best_of or n
     if best_of < n:
         raise InvalidRequestError(
             f"best_of: expected at least n, which is {n}, got {best_of}", param="best_of"
@@ -91,7 +92,15 @@ def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str
     if body.echo and n_logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = n_logprobs
     mix = mix_of(state, body, key)
-    prompts = prompts_of(state, mix.defaults.prompts(body.prompt))
+    prompts = truncated(
+        state,
+        body,
+        prompts_of(
+            state,
+            mix.defaults.prompts(body.prompt),
+            add_special=body.add_special_tokens is not False,
+        ),
+    )
     params = sampling_params(
         state,
         body,
@@ -120,7 +129,7 @@ def _answer(job: _Job, results: list[Result]) -> dict[str, Any]:
     choices = [
         _choice(job, number, result, choice)
         for number, result in enumerate(results)
-        for choice in _best(result.choices, job.body.n or 1)
+        for choice in _best(result.choices, job.body.n_choices)
     ]
     answer = {**job.head, "choices": choices, "usage": usage_json(results)}
     own = [own_json(result) for result in results]
@@ -128,7 +137,7 @@ def _answer(job: _Job, results: list[Result]) -> dict[str, Any]:
     if len(own) == 1:
         return answer | own[0]
     for choice in choices:
-        choice |= own[choice["index"] // (job.body.n or 1)]
+        choice |= own[choice["index"] // (job.body.n_choices)]
     return answer
 
 
@@ -152,7 +161,7 @@ def _choice(job: _Job, number: int, result: Result, choice: Choice) -> dict[str,
     vocab = job.state.engine.model.vocab
     prompt = job.prompts[number]
     out: dict[str, Any] = {
-        "index": number * (job.body.n or 1) + choice.index,
+        "index": number * (job.body.n_choices) + choice.index,
         "text": (prompt.text if job.body.echo else "") + choice.text,
         "logprobs": None,
         "finish_reason": choice.finish_reason,
@@ -237,7 +246,7 @@ class _ChoiceChunks:
 
 def _chunks(job: _Job) -> AsyncGenerator[bytes, None]:
     chunk = sse.Chunks(job.head)
-    n = job.body.n or 1
+    n = job.body.n_choices
     choices = [
         _ChoiceChunks(job, number * n + index, run, prompt, chunk)
         for number, (run, prompt) in enumerate(zip(job.runs, job.prompts, strict=True))

@@ -19,7 +19,7 @@ from loragraph.server.mixes import resolve_mix, uses_json
 from loragraph.server.openai.fields import PROMPT_SCHEMA, Adapters, Lora
 from loragraph.server.prompts import prompts_of
 from loragraph.server.routing import api_router
-from loragraph.server.runs import Run, do_all, while_connected
+from loragraph.server.runs import Run, do_all, timings_json, while_connected
 from loragraph.server.sampling import Body
 from loragraph.server.state import ServerState, State
 
@@ -81,15 +81,24 @@ def _prepare(state: ServerState, body: EmbeddingBody, request_id: str, key: str)
 
 def _answer(model: str, found: list[Embedding], as_text: bool) -> dict[str, Any]:
     n_prompt = sum(one.n_prompt for one in found)
+    data: list[dict[str, Any]] = [
+        {"object": "embedding", "index": index, "embedding": _values(one, as_text)}
+        for index, one in enumerate(found)
+    ]
+    if len(found) > 1:  # each was computed at its own time
+        for entry, one in zip(data, found, strict=True):
+            entry["timings"] = timings_json(one)
     return {
         "object": "list",
         "model": model,
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _values(one, as_text)}
-            for index, one in enumerate(found)
-        ],
-        "usage": {"prompt_tokens": n_prompt, "total_tokens": n_prompt},
+        "data": data,
+        "usage": {
+            "prompt_tokens": n_prompt,
+            "total_tokens": n_prompt,
+            "prompt_tokens_details": {"cached_tokens": sum(one.n_cached for one in found)},
+        },
         "adapters": uses_json(found[0].adapters),
+        **({"timings": timings_json(found[0])} if len(found) == 1 else {}),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from loragraph.engine.pool import State as PoolState
 from loragraph.engine.table import AdapterRow
 from loragraph.server.errors import ApiError
+from loragraph.server.llamacpp.described import listed_json, meta_json
 from loragraph.server.routing import api_router
 from loragraph.server.state import ServerState, State
 
@@ -18,7 +19,9 @@ router = api_router(tags=["models"])
 @router.get("/models", include_in_schema=False)
 async def list_models(state: State) -> dict[str, Any]:
     """The base first, then all adapters by name."""
-    return {"object": "list", "data": await asyncio.to_thread(_models, state)}
+    data = await asyncio.to_thread(_models, state)
+    listed = [listed_json(entry["id"]) for entry in data]  # llama-server's, beside OpenAI's
+    return {"object": "list", "models": listed, "data": data}
 
 
 @router.get("/v1/models/{model:path}")
@@ -46,8 +49,6 @@ def _models(state: ServerState) -> list[dict[str, Any]]:
 
 
 def _base(state: ServerState) -> dict[str, Any]:
-    model = state.engine.model
-    hparams = model.hparams
     return {
         "id": state.base_name,
         "aliases": list(state.base_names),
@@ -57,12 +58,9 @@ def _base(state: ServerState) -> dict[str, Any]:
         "parent": None,
         "root": state.base_name,
         "max_model_len": state.engine.config.sequence_limit,
-        "meta": {
-            "n_vocab": hparams.n_vocab,
-            "n_ctx": state.engine.config.n_cells,
-            "n_ctx_train": hparams.n_ctx_train,
-            "n_embd": hparams.n_embd,
-        },
+        "tags": [],
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "meta": meta_json(state.engine.model, state.engine.config.n_cells),
     }
 
 

@@ -8,10 +8,14 @@ from typing import Any
 
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
+from loragraph.errors import InvalidRequestError
 from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.openai.fields import GenerationBody
+from loragraph.server.routing import own_version
 from loragraph.server.runs import Run
 from loragraph.server.state import ServerState
+
+_FINGERPRINT = f"loragraph-{own_version()}"
 
 
 def mix_of(state: ServerState, body: GenerationBody, key: str) -> RequestMix:
@@ -20,10 +24,20 @@ def mix_of(state: ServerState, body: GenerationBody, key: str) -> RequestMix:
         state,
         body.model,
         body.lora,
-        body.adapters,
+        adapters_of(body),
         key=key,
         adapter_defaults=body.adapter_defaults,
     )
+
+
+def adapters_of(body: GenerationBody) -> Any:
+    """`adapters`, or the names of SGLang's `lora_path` in its place."""
+    names = body.adapter_names()
+    if names is None:
+        return body.adapters
+    if body.adapters is not None:
+        raise InvalidRequestError("expected 'adapters' or 'lora_path', got both", param="lora_path")
+    return names
 
 
 def make_run(
@@ -37,7 +51,10 @@ def make_run(
     prompt_logprobs: int | None = None,
     n: int | None = None,
 ) -> Run:
-    """A run of one prompt; `n`: its choices, where they are not those of the body."""
+    """A run of one prompt; `n`: its choices, where they are not those of the body.
+
+    `request_id`: where the body names none itself.
+    """
     salt = body.cache_salt or ""
     if body.cache_prompt is False:
         salt = f"{salt}/{secrets.token_hex(8)}"  # nobody else's, so nothing is found
@@ -45,13 +62,13 @@ def make_run(
         prompt=tokens,
         adapters=mix.scales,
         params=params,
-        n=n or body.n or 1,
+        n=n or body.n_choices,
         cache_salt=salt,
         deadline_s=state.config.deadline_s,
         prompt_logprobs=prompt_logprobs,
         generations=mix.generations,
     )
-    return Run(state, request, mix, request_id, route)
+    return Run(state, request, mix, body.request_id or request_id, route)
 
 
 def head(prefix: str, kind: str, request_id: str, model: str) -> dict[str, Any]:
@@ -61,6 +78,7 @@ def head(prefix: str, kind: str, request_id: str, model: str) -> dict[str, Any]:
         "object": kind,
         "created": int(time.time()),
         "model": model,
+        "system_fingerprint": _FINGERPRINT,
     }
 
 

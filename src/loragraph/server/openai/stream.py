@@ -31,13 +31,14 @@ async def chunks(
 ) -> AsyncGenerator[bytes, None]:
     """Chunks of all events, the last of them with what made the answer, then one with the usage.
 
-    `choices` are those of all runs in turn.
+    `choices` are those of all runs in turn. Of several runs, the last chunk of each tells it.
     """
     n = len(choices) // len(runs)
-    last: Fields | None = None  # waits, so that it can tell what made the answer
+    last: dict[int, Fields] = {}  # of each run: waits, so that it can tell what made the answer
     async with aclosing(merged_events(runs)) as batches:
         async for number, batch in batches:
-            out: list[bytes] = []  # an event a token, and all that are there in one piece
+            # an event a token, and all that are there in one piece
+            out = [chunk.data(**fields) for fields in _ended(runs, last)]
             for event in batch:
                 choice = choices[number * n + event.index]
                 text = choice.text(event)
@@ -49,14 +50,33 @@ async def chunks(
                     if fields["choices"][0]["finish_reason"] is None:
                         out.append(chunk.data(**fields))
                         continue
-                    if last is not None:
-                        out.append(chunk.data(**last))
-                    last = fields
+                    if number in last:
+                        out.append(chunk.data(**last[number]))
+                    last[number] = fields
             if out:
                 yield b"".join(out)
-    assert last is not None
-    results = [run.result for run in runs if run.result is not None]
-    own = own_json(results[0]) if len(results) == 1 else {}
-    yield chunk.data(**last, **own)
+    for fields in _ended(runs, last):
+        yield chunk.data(**fields)
     if with_usage:
+        results = [run.result for run in runs if run.result is not None]
         yield chunk.data(choices=[], usage=usage_json(results))
+
+
+def _ended(runs: Sequence[Run], last: dict[int, Fields]) -> list[Fields]:
+    """The last chunks of runs whose results are there, taken out of `last`.
+
+    What made an answer stands beside its choice, or in it where there are several runs, as in
+    whole answers.
+    """
+    out: list[Fields] = []
+    for number in list(last):
+        result = runs[number].result
+        if result is None:
+            continue
+        fields, own = last.pop(number), own_json(result)
+        if len(runs) == 1:
+            out.append({**fields, **own})
+        else:
+            [entry] = fields["choices"]
+            out.append({**fields, "choices": [{**entry, **own}]})
+    return out
