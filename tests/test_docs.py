@@ -21,13 +21,24 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import loragraph
+from loragraph.ggml.gguf import GGUFFile
+from loragraph.ggml.lib import load_library
+from tests.tiny import LINEAR_TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
-DOCUMENTS = (*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md")))
+DOCUMENTS = (
+    *GUIDES,
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("**/*.md")),
+    *sorted((ROOT / "demos").glob("*.md")),
+)
 SCRIPTS = tuple(sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file()))
 PACKAGE = ROOT / "src" / "loragraph"
 CLI = PACKAGE / "cli" / "main.py"
+
+ADAPTED = {"all seven linear weights": set(LINEAR_TARGETS)}
+"""What a row of demos/README.md says in words."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SEPARATORS = {"|", "||", "&&", ";", "&"}
@@ -195,6 +206,31 @@ def test_links_to_files_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text("utf-8"))
 
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_placeholder_is_left(path: Path) -> None:
+    """Nothing that a writer meant to fill in later, `@name@`, is in a document."""
+    assert re.findall(r"@\w+@", path.read_text("utf-8")) == []
+
+
+def test_the_demo_adapters_are_as_documented() -> None:
+    """demos/README.md has each adapter's bytes, rank, alpha and targets."""
+    text = (ROOT / "demos" / "README.md").read_text("utf-8")
+    cells = [r"`adapters/(\w+)\.gguf`", ".*?", r"(\d+)", r"(\d+)", "(.*?)", r"([\d,]+)"]
+    rows = re.findall(r"^\| " + r" \| ".join(cells) + r" \|$", text, re.MULTILINE)
+    folder = ROOT / "demos" / "adapters"
+
+    assert {name for name, *_ in rows} == {path.stem for path in folder.iterdir()}
+    for name, rank, alpha, targets, n_bytes in rows:
+        path = folder / f"{name}.gguf"
+        with GGUFFile(load_library(), path) as file:
+            names = {tensor.split(".")[2] for tensor in file.tensors}
+            ranks = {info.ne[1] for key, info in file.tensors.items() if key.endswith("lora_a")}
+            assert file.real("adapter.lora.alpha") == float(alpha), name
+        assert ranks == {int(rank)}, name
+        assert names == ADAPTED.get(targets, set(targets.split(", "))), name
+        assert path.stat().st_size == int(n_bytes.replace(",", "")), name
 
 
 def documented_files() -> dict[str, set[str]]:

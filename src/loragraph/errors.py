@@ -69,7 +69,20 @@ class FormatError(LoragraphError, ValueError):
 
 
 class GGUFError(FormatError):
-    """The container itself is damaged: magic, version, bounds, types."""
+    """The container itself is damaged: magic, version, bounds, types.
+
+    Unless told otherwise it hints at what helps against any damage.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | PathLike[str] = "",
+        where: str = "",
+        hint: str = "download or convert the file again",
+    ) -> None:
+        super().__init__(message, path=path, where=where, hint=hint)
 
 
 class AdapterFormatError(FormatError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ from tests.adapters.raw_gguf import (
 )
 
 
+def one_line_with_a_hint(error: LoragraphError) -> bool:
+    """Whether the message is a line that says what to do; llama.cpp's own phrases do so inside."""
+    return re.fullmatch(r".*\(hint: [^()]{12,}.*\).*", str(error)) is not None
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_wrong_file_is_refused_with_the_phrase_people_search_for(
     lib: Library, tmp_path: Path, row: Row
@@ -45,6 +51,7 @@ def test_wrong_file_is_refused_with_the_phrase_people_search_for(
     assert type(caught.value) is row.error
     for phrase in (*row.phrases, str(path)):
         assert phrase in str(caught.value)
+    assert one_line_with_a_hint(caught.value)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -121,14 +128,18 @@ def test_truncated_file(lib: Library, tmp_path: Path, n_cut: int) -> None:
     """A file whose end is missing is refused with the bytes expected and got."""
     path = write(tmp_path / "a.gguf")
     path.write_bytes(path.read_bytes()[:-n_cut])
-    with pytest.raises(GGUFError, match="is not within the file bounds, file is corrupted"):
+    with pytest.raises(
+        GGUFError, match="is not within the file bounds, file is corrupted"
+    ) as raised:
         read_adapter(lib, path, base())
+    assert one_line_with_a_hint(raised.value)
 
 
 def test_missing_file(lib: Library, tmp_path: Path) -> None:
     """A path that leads nowhere is a GGUFError that says so."""
-    with pytest.raises(GGUFError, match="failed to open: No such file"):
+    with pytest.raises(GGUFError, match="failed to open: No such file") as raised:
         read_adapter(lib, tmp_path / "nowhere.gguf", base())
+    assert one_line_with_a_hint(raised.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"\0" * 100, b"GGML" + bytes(60)])
@@ -136,8 +147,9 @@ def test_no_gguf(lib: Library, tmp_path: Path, content: bytes) -> None:
     """Files that are no GGUF are refused."""
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
-    with pytest.raises(GGUFError):
+    with pytest.raises(GGUFError) as raised:
         read_adapter(lib, path, base())
+    assert one_line_with_a_hint(raised.value)
 
 
 def test_file_shrinks_between_header_and_data(

@@ -117,6 +117,27 @@ def test_metadata(load: Any) -> None:
     assert adapter.metadata["general.type"] == "adapter"
 
 
+def test_metadata_has_arrays(load: Any) -> None:
+    """Arrays of any type are tuples; one as long as no key of an adapter is left out."""
+    words = ["sql", "", "größer"]
+    adapter = load(
+        adapter_metadata(
+            adapter__alora__invocation_tokens=[7, 8],
+            adapter__lora__task_name=["a", "b"],
+            general__tags=words,
+            some__floats=np.array([0.5, -2], np.float32),
+            some__bytes=np.zeros(1 << 16, np.uint8),
+            too__long=np.zeros((1 << 16) + 1, np.uint8),
+        )
+    )
+    assert adapter.metadata["adapter.alora.invocation_tokens"] == (7, 8)
+    assert adapter.metadata["general.tags"] == tuple(words)
+    assert adapter.metadata["some.floats"] == (0.5, -2.0)
+    assert adapter.metadata["some.bytes"] == (0,) * (1 << 16)
+    assert "too.long" not in adapter.metadata
+    assert adapter.task_name == ""  # it is a text in llama.cpp
+
+
 def test_metadata_missing(load: Any) -> None:
     """Missing keys read as empty."""
     adapter = load()

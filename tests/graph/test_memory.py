@@ -15,17 +15,15 @@ from loragraph.engine.model import Model
 from loragraph.graph.lowrank.stacked import StackedLowering
 from tests.numerics.runs import (
     LOWERINGS,
+    MODES,
     Logits,
     LoweringName,
-    Mode,
     open_context,
     random_tokens,
 )
-from tests.numerics.runs import MODES as COMPARED
 from tests.rss import resident_bytes
 from tests.tiny import TinyAdapter, TinyLlama
 
-MODES = COMPARED | {"cells": Mode("f16", "cells")}
 TOKENS = random_tokens(60)
 LENGTHS = (1, 9, 1, 1, 3, 20, 2, 1, 17, 5)
 

@@ -15,8 +15,8 @@ from loragraph.engine.model import Model
 from loragraph.graph.batch import Batch
 from tests.numerics.compare import nmse
 from tests.numerics.runs import (
+    LIBLLAMA_MODES,
     MIXING,
-    MODES,
     Logits,
     LoweringName,
     open_context,
@@ -114,7 +114,7 @@ def test_output_rows_keep_their_adapters(
     assert nmse(actual, setting.expected(SCALES[WHICH])[outputs]) <= EXACT_NMSE
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIBLLAMA_MODES)
 @pytest.mark.parametrize("lowering", MIXING)
 def test_a_rows_result_does_not_depend_on_the_rest(
     lowering: LoweringName, mode: str, setting: Setting
@@ -123,7 +123,7 @@ def test_a_rows_result_does_not_depend_on_the_rest(
     n = 10
     alone = [3] * n + [0] * (len(TOKENS) - n)
     mixed = [3] * n + WHICH[n:]
-    with open_context(setting.model, MODES[mode], lowering=lowering) as context:
+    with open_context(setting.model, LIBLLAMA_MODES[mode], lowering=lowering) as context:
         attach_all(context, setting)
         expected = step(context, mixes(setting), alone)[:n]
         actual = step(context, mixes(setting), mixed)[:n]

@@ -17,7 +17,7 @@ from loragraph.model.keys import Keys
 from loragraph.model.rope import NORM
 from tests.gguf_bytes import RawTensor
 from tests.numerics.compare import nmse
-from tests.numerics.runs import MODES, loragraph_logits, random_tokens
+from tests.numerics.runs import LIBLLAMA_MODES, loragraph_logits, random_tokens
 from tests.oracle.libllama import Libllama
 from tests.reference.llama import ReferenceLlama
 from tests.tiny import TinyLlama, gguf_bytes, tensor
@@ -191,7 +191,7 @@ def mixed_layers(path: Path, second: list[RawTensor], changes: dict[str, Any]) -
     return path
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIBLLAMA_MODES)
 def test_layers_of_unlike_widths(mode: str, tmp_path: Path) -> None:
     """A model whose layers differ in feed-forward width (libllama has none)."""
     path = mixed_layers(
@@ -200,12 +200,12 @@ def test_layers_of_unlike_widths(mode: str, tmp_path: Path) -> None:
         {"llama.feed_forward_length": [96, 32]},
     )
     tokens = random_tokens(20)
-    actual = loragraph_logits(path, [], [()], tokens, MODES[mode])
+    actual = loragraph_logits(path, [], [()], tokens, LIBLLAMA_MODES[mode])
     bound = 2e-12 if mode == "exact" else 5e-6
     assert nmse(actual[()], ReferenceLlama.load(path).logits(tokens)) <= bound
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIBLLAMA_MODES)
 def test_layers_of_unlike_heads(mode: str, tmp_path: Path) -> None:
     """A layer with one K/V head is a layer with two equal ones (libllama has no such models)."""
     narrow = TinyLlama(n_head_kv=1)
@@ -218,8 +218,8 @@ def test_layers_of_unlike_heads(mode: str, tmp_path: Path) -> None:
     )
     two = mixed_layers(tmp_path / "2.gguf", doubled, {})
     tokens = random_tokens(20)
-    expected = loragraph_logits(two, [], [()], tokens, MODES[mode])
-    actual = loragraph_logits(one, [], [()], tokens, MODES[mode])
+    expected = loragraph_logits(two, [], [()], tokens, LIBLLAMA_MODES[mode])
+    actual = loragraph_logits(one, [], [()], tokens, LIBLLAMA_MODES[mode])
     assert nmse(actual[()], expected[()]) <= 2e-12
 
 

@@ -33,8 +33,12 @@ class Mode(NamedTuple):
 
 
 EXACT = Mode("f32", "plain")
-DEFAULT = Mode("f16", "flash")
-MODES = {"exact": EXACT, "default": DEFAULT}
+FLASH = Mode("f16", "flash")
+DEFAULT = Mode("f16", "cells")
+"""The program's own, whose attention sums in F32 and in another order than ggml's."""
+LIBLLAMA_MODES = {"exact": EXACT, "flash": FLASH}
+"""Those with libllama's operations in libllama's order: there bits can be equal."""
+MODES = LIBLLAMA_MODES | {"default": DEFAULT}
 
 
 def random_tokens(n: int, n_vocab: int = 320, seed: int = 3) -> list[int]:
@@ -80,7 +84,7 @@ def libllama_logits(
 ) -> dict[Scales, Logits]:
     """libllama's logits for each set of scales, zero meaning not attached."""
     settings = {"n_ctx": 256, **options}
-    flash = mode.attention == "flash"
+    flash = mode.attention != "plain"  # libllama's own default, to compare ours with
     with Libllama(base, flash=flash, kv_type=mode.kv_type, **settings) as oracle:
         handles = [oracle.load_adapter(path) for path in adapters]
         out = {}

@@ -14,8 +14,8 @@ from loragraph.engine.model import Model
 from loragraph.errors import AdapterFormatError
 from tests.numerics.compare import nmse
 from tests.numerics.runs import (
+    LIBLLAMA_MODES,
     LOWERINGS,
-    MODES,
     Logits,
     LoweringName,
     loragraph_logits,
@@ -78,11 +78,12 @@ SETS: dict[str, dict[int, float]] = {
 
 
 @pytest.mark.parametrize("scales", SETS.values(), ids=SETS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIBLLAMA_MODES)
 def test_all_lowerings_agree(mode: str, scales: dict[int, float], setting: Setting) -> None:
     """All lowerings give the same logits for any set."""
     branch, *others = (
-        setting.logits(scales, mode=MODES[mode], lowering=lowering) for lowering in LOWERINGS
+        setting.logits(scales, mode=LIBLLAMA_MODES[mode], lowering=lowering)
+        for lowering in LOWERINGS
     )
     assert nmse(branch, setting.logits({})) > 1e-4
     for other in others:
@@ -146,7 +147,7 @@ def test_runtime_is_merged(
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("chunk", [1, 7, 29])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIBLLAMA_MODES)
 def test_chunked_prefill_is_whole(
     mode: str, chunk: int, lowering: LoweringName, setting: Setting
 ) -> None:
@@ -155,7 +156,7 @@ def test_chunked_prefill_is_whole(
     Pieces by call and pieces by n_batch are the same steps: the bits are equal.
     """
     scales = {0: 0.5, 1: 1.0}
-    options: dict[str, Any] = {"mode": MODES[mode], "lowering": lowering}
+    options: dict[str, Any] = {"mode": LIBLLAMA_MODES[mode], "lowering": lowering}
     whole = setting.logits(scales, **options)
     by_call = setting.logits(scales, chunk=chunk, **options)
     by_batch = setting.logits(scales, n_batch=chunk, **options)

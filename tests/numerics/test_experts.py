@@ -21,9 +21,9 @@ from loragraph.graph.batch import Batch
 from tests.numerics.compare import as_near, nmse
 from tests.numerics.runs import (
     EXACT,
+    LIBLLAMA_MODES,
     LOWERINGS,
     MIXING,
-    MODES,
     Logits,
     LoweringName,
     Mode,
@@ -104,7 +104,7 @@ def same_bits(model: TinyModel, mode: str, lowering: LoweringName, scales: Scale
     return not any(scales) or (lowering == "branch" and not scales[1])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIBLLAMA_MODES)
 def test_agrees_with_libllama(mode: str, model: TinyModel, tmp_path: Path) -> None:
     """Base, one adapter of every matrix, and two: with the order of operations equal the bits are,
     otherwise the logits are within the bound, in every lowering.
@@ -112,10 +112,10 @@ def test_agrees_with_libllama(mode: str, model: TinyModel, tmp_path: Path) -> No
     Quantised experts miss the bound of F16 cells on some processors (gpt-oss in MXFP4 on one with
     AVX2: 1.4e-6)."""
     files = Files(tmp_path, model, seen_by_libllama(model))
-    expected = libllama_logits(files.base, files.adapters, CASES, TOKENS, MODES[mode])
+    expected = libllama_logits(files.base, files.adapters, CASES, TOKENS, LIBLLAMA_MODES[mode])
     for lowering in LOWERINGS:
         actual = loragraph_logits(
-            files.base, files.adapters, CASES, TOKENS, MODES[mode], lowering=lowering
+            files.base, files.adapters, CASES, TOKENS, LIBLLAMA_MODES[mode], lowering=lowering
         )
         for scales in CASES:
             half = DEEP_BOUND if model.n_layer > 20 else HALF_BOUND
@@ -125,7 +125,7 @@ def test_agrees_with_libllama(mode: str, model: TinyModel, tmp_path: Path) -> No
                 continue
             assert allowed, (lowering, scales)
             assert model.types, (lowering, scales)
-            assert mode == "default", (lowering, scales)
+            assert mode == "flash", (lowering, scales)
             active = list(zip(files.arrays, scales, strict=True))
             exact = ReferenceExperts.read(files.base, 256).logits(TOKENS, active)
             assert as_near(actual[scales], expected[scales], exact), (lowering, scales)

@@ -11,16 +11,18 @@ import pytest
 
 from loragraph.engine.model import Model
 from tests.numerics.compare import nmse
-from tests.numerics.runs import DEFAULT, EXACT, LOWERINGS, LoweringName, Mode, open_context, run
+from tests.numerics.runs import EXACT, LOWERINGS, MODES, LoweringName, Mode, open_context, run
 from tests.oracle.libllama import Libllama
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_peft"
 
 # The issue asks for 1e-9. Measured: at most 5e-13 (float32 rounding).
 EXACT_NMSE = 2e-12
-# Measured with F16 cells and flash attention: at most 1.4e-6, libllama exactly the same.
-DEFAULT_NMSE = 5e-6
-NO_WORSE = 1.5
+# Measured with F16 cells: at most 1.4e-6 with flash attention, libllama exactly the same, and 6e-7
+# by default, over cells, whose sums are F32 where ggml's flash attention sums V in F16.
+HALF_NMSE = {"flash": 5e-6, "default": 2e-6}
+# Over libllama's error. Measured: at most 1.01 and 0.55.
+NO_WORSE = {"flash": 1.05, "default": 1.0}
 
 CASES = [
     (name, case["name"])
@@ -70,18 +72,19 @@ def test_exact_mode_is_peft(base: str, name: str, lowering: LoweringName) -> Non
     assert max(Case(base, name).errors(lowering, EXACT)) <= EXACT_NMSE
 
 
+@pytest.mark.parametrize("mode", HALF_NMSE)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize(("base", "name"), CASES, ids=["-".join(case) for case in CASES])
-def test_default_mode_is_no_worse_than_libllama(
-    base: str, name: str, lowering: LoweringName
+def test_f16_cells_are_no_worse_than_libllamas(
+    base: str, name: str, lowering: LoweringName, mode: str
 ) -> None:
-    """With F16 cells and flash attention the error is at most 1.5 times libllama's.
+    """With F16 cells and either attention the error is at most a multiple of libllama's.
 
     libllama aborts on an adapter of a tied table: there the bound alone holds.
     """
     case = Case(base, name)
-    errors = case.errors(lowering, DEFAULT)
-    assert max(errors) <= DEFAULT_NMSE
+    errors = case.errors(lowering, MODES[mode])
+    assert max(errors) <= HALF_NMSE[mode]
     if base != "tied" or not any("embed" in path.name for path in case.mix):
         for ours, libllama in zip(errors, case.libllama_errors(), strict=True):
-            assert ours <= NO_WORSE * libllama
+            assert ours <= NO_WORSE[mode] * libllama

@@ -27,6 +27,9 @@ from loragraph.adapters.vectors import RowVectors
 from loragraph.errors import InvalidRequestError, LifecycleError
 from loragraph.ggml.gguf import Scalar
 
+MetadataValue = Scalar | tuple[Scalar, ...]
+"""Of a key of a GGUF file; arrays are tuples."""
+
 ALIGNMENT = 64
 """Bytes; a cache line, and enough for every vector load of the kernels."""
 
@@ -99,7 +102,7 @@ class Adapter:
         report: LoadReport,
         *,
         alpha: float = 0.0,
-        metadata: Mapping[str, Scalar] | None = None,
+        metadata: Mapping[str, MetadataValue] | None = None,
         invocation_tokens: Sequence[int] = (),
         tied_output: bool = False,
         vectors: Mapping[str, RowVectors] | None = None,
@@ -109,7 +112,7 @@ class Adapter:
         self.pairs: Mapping[str, LoraPair] = MappingProxyType(dict(sorted(pairs.items())))
         self.report = report
         self.alpha = alpha
-        self.metadata: Mapping[str, Scalar] = MappingProxyType(dict(metadata or {}))
+        self.metadata: Mapping[str, MetadataValue] = MappingProxyType(dict(metadata or {}))
         self.invocation_tokens = tuple(invocation_tokens)
         self.tied_output = tied_output  # token_embd's pair changes the tied head too
         self.vectors: Mapping[str, RowVectors] = MappingProxyType(
@@ -251,7 +254,7 @@ class Adapter:
 
     def _text(self, key: str) -> str:
         value = self.metadata.get(key, "")
-        return value if isinstance(value, str) else str(value)
+        return "" if isinstance(value, tuple) else str(value)
 
     def _digest(self) -> str:
         """SHA-256 of all that decides a request's result, independent of the file's order."""

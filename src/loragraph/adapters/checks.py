@@ -41,6 +41,8 @@ MAX_RANK = 4096
 
 _FUSED = re.compile(r"(blk\.\d+\.)attn_[qkv](?=\.weight$)")
 
+_CONVERT = "convert the training's own files again with loragraph convert"
+
 Problems = Iterator[LoragraphError]
 FileCheck = Callable[[Draft, BaseInfo | None], Problems]
 PairCheck = Callable[[Draft, DraftPair, BaseInfo | None], Problems]
@@ -74,18 +76,26 @@ def adapter_type(draft: Draft, _base: BaseInfo | None) -> Problems:
     """adapter.type is "lora"."""
     got = draft.scalars.get("adapter.type", "")
     if got != "lora":
-        yield _format(draft, f"expect adapter.type to be 'lora', but got: {_shown(got)}")
+        yield _format(
+            draft,
+            f"expect adapter.type to be 'lora', but got: {_shown(got)}",
+            "control vectors and other kinds of adapters are not read",
+        )
 
 
 def alpha(draft: Draft, _base: BaseInfo | None) -> Problems:
     """adapter.lora.alpha is a number, of any width, finite in f32; it may be missing."""
     kind = draft.types.get(ALPHA_KEY, "f32")
     if kind in ("bool", "string") or kind.startswith("array"):
-        yield _format(draft, f"invalid gguf type for {ALPHA_KEY}: expected f32, got {kind}")
+        yield _format(
+            draft, f"invalid gguf type for {ALPHA_KEY}: expected f32, got {kind}", _CONVERT
+        )
         return
     if not math.isfinite(draft.alpha):
         yield _format(
-            draft, f"{ALPHA_KEY}: expected a number that is finite in f32, got {draft.alpha}"
+            draft,
+            f"{ALPHA_KEY}: expected a number that is finite in f32, got {draft.alpha}",
+            _CONVERT,
         )
 
 
@@ -96,22 +106,31 @@ def invocation_tokens(draft: Draft, _base: BaseInfo | None) -> Problems:
         return
     if not kind.startswith("array"):
         yield _format(
-            draft, f"invalid gguf type for {INVOCATION_KEY}: expected an array of u32, got {kind}"
+            draft,
+            f"invalid gguf type for {INVOCATION_KEY}: expected an array of u32, got {kind}",
+            _CONVERT,
         )
     elif kind != "array of u32":
         yield _format(
             draft,
             f"invalid gguf element type for {INVOCATION_KEY}: expected an array of u32, got {kind}",
+            _CONVERT,
         )
     elif not draft.invocation_tokens:
-        yield _format(draft, f"{INVOCATION_KEY}: expected at least one token, got an empty array")
+        yield _format(
+            draft,
+            f"{INVOCATION_KEY}: expected at least one token, got an empty array",
+            "an adapter that is to be always active has no such key",
+        )
 
 
 def tied_output(draft: Draft, base: BaseInfo | None) -> Problems:
     """loragraph.adapter.tied_output is a bool, and the head is changed by one pair, not by two."""
     kind = draft.types.get(TIED_OUTPUT_KEY, "bool")
     if kind != "bool":
-        yield _format(draft, f"invalid gguf type for {TIED_OUTPUT_KEY}: expected bool, got {kind}")
+        yield _format(
+            draft, f"invalid gguf type for {TIED_OUTPUT_KEY}: expected bool, got {kind}", _CONVERT
+        )
         return
     wanted = draft.tied_output
     if wanted is None:
@@ -153,14 +172,18 @@ def norms(draft: Draft, _base: BaseInfo | None) -> Problems:
 def duplicates(draft: Draft, _base: BaseInfo | None) -> Problems:
     """No half of a pair stands twice in the file."""
     for name in draft.duplicates:
-        yield _format(draft, f"LoRA tensor '{name}' is a duplicate: its half was seen before")
+        yield _format(
+            draft, f"LoRA tensor '{name}' is a duplicate: its half was seen before", _CONVERT
+        )
 
 
 def not_empty(draft: Draft, _base: BaseInfo | None) -> Problems:
     """There is at least one pair, or a vector that needs none."""
     if not draft.pairs and not draft.alone:
         yield _format(
-            draft, "expected at least one pair of LoRA tensors, got none: would change nothing"
+            draft,
+            "expected at least one pair of LoRA tensors, got none: would change nothing",
+            "did the conversion find the training's weights?",
         )
 
 
@@ -169,7 +192,9 @@ def complete(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problems:
     if pair.a is None or pair.b is None:
         missing = "lora_a" if pair.a is None else "lora_b"
         yield _format(
-            draft, f"LoRA tensor pair for '{pair.target}' is missing one component: {missing}"
+            draft,
+            f"LoRA tensor pair for '{pair.target}' is missing one component: {missing}",
+            _CONVERT,
         )
 
 
@@ -196,6 +221,7 @@ def can_be_changed(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Prob
             f"LoRA tensor '{pair.target}' would change nothing: a low-rank part applies to no "
             f"tensor of its kind, base shape {list(base.targets[pair.target].ne)}",
             pair.target,
+            "adapters change matrices; train and convert without this one",
         )
 
 
@@ -206,6 +232,7 @@ def not_latent(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems
             f"{draft.path}: LoRA tensor '{pair.target}' targets a prism.hadamard latent lookup "
             "table, which is not supported",
             what=f"adapters of the latent table {pair.target}",
+            hint="train the adapter without the token table",
         )
 
 
@@ -240,6 +267,7 @@ def ranks_agree(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problem
                 draft,
                 f"tensor '{pair.target}': expected one rank in lora_a and lora_b, got "
                 f"{_shapes(pair)}",
+                "of a token table both halves are transposed; " + _CONVERT,
             )
     elif a.ne[1] != b.ne[0]:
         yield _format(
@@ -271,7 +299,9 @@ def rank_range(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problem
     rank = _halves(pair)[1].ne[0]
     if not 1 <= rank <= MAX_RANK:
         yield _format(
-            draft, f"tensor '{pair.target}': expected a rank from 1 to {MAX_RANK}, got {rank}"
+            draft,
+            f"tensor '{pair.target}': expected a rank from 1 to {MAX_RANK}, got {rank}",
+            "is it a whole weight? loragraph extract gives an adapter of a smaller rank",
         )
 
 

@@ -20,6 +20,9 @@ TIED_OUTPUT_KEY = "loragraph.adapter.tied_output"
 TASK_NAME_KEY = "adapter.lora.task_name"
 PROMPT_PREFIX_KEY = "adapter.lora.prompt_prefix"
 
+MAX_ARRAY = 1 << 16
+"""Values of the longest array that an adapter's metadata keeps: a header cannot fill the memory."""
+
 _SUFFIXES = {
     ".lora_a": "a",
     ".lora_b": "b",
@@ -79,6 +82,7 @@ class Draft:
     alone: Mapping[str, DraftPair]  # biases and changes of norms without a pair
     strays: tuple[str, ...]  # tensors that are no half of a pair, in the file's order
     duplicates: tuple[str, ...]  # tensors whose half of the pair was taken already
+    arrays: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)  # up to MAX_ARRAY
     ignore_norm: bool = False
     tied_output: bool | None = None
     norms: tuple[str, ...] = field(default=())  # `*_norm.weight` tensors
@@ -122,6 +126,7 @@ def read_draft(
             path=file.path if named is None else Path(named),
             file=file.path,
             scalars=file.scalars(),
+            arrays=file.arrays(MAX_ARRAY),
             types={key: file.type_of(key) for key in file},
             invocation_tokens=tokens,
             ignore_norm=ignore_norm,
@@ -138,7 +143,7 @@ def _opened(lib: Library, path: str | os.PathLike[str]) -> GGUFFile:
             raise
         reason = error.message.removeprefix(f"{error.path}: ")
         raise GGUFError(
-            f"failed to load lora adapter from file: {reason}", path=error.path
+            f"failed to load lora adapter from file: {reason}", path=error.path, hint=error.hint
         ) from error
 
 

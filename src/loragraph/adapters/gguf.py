@@ -108,7 +108,7 @@ def _loaded(draft: Draft, base: BaseInfo | None, rows: BaseRows | None) -> Adapt
         data,
         _report(draft, base, pairs, data.nbytes, warnings),
         alpha=draft.alpha,
-        metadata=draft.scalars,
+        metadata={**draft.scalars, **draft.arrays},
         invocation_tokens=draft.invocation_tokens,
         tied_output=tied,
         vectors=_vectors(draft, pairs, data, found, rows),

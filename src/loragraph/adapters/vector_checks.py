@@ -23,6 +23,7 @@ from loragraph.ggml.handles import F32
 Problems = Iterator[LoragraphError]
 
 _NORM = "_norm.weight"
+_CONVERT = "convert the training's own files again with loragraph convert"
 
 
 def tied_magnitude(draft: Draft, base: BaseInfo | None) -> Problems:
@@ -46,19 +47,23 @@ def vectors(draft: Draft, pair: DraftPair, _base: BaseInfo | None) -> Problems:
                 f"tensor '{tensor.name}': expected one value for each of the {pair.b.ne[1]} rows "
                 f"of lora_b, got {list(tensor.ne)}",
                 path=draft.path,
+                hint=_CONVERT,
             )
         elif tensor.type != F32:
             yield AdapterFormatError(
                 f"tensor '{tensor.name}': expected type F32, got type number {tensor.type}",
                 path=draft.path,
+                hint=_CONVERT,
             )
     if pair.bias is not None and pair.target == TOKEN_EMBD:
         yield AdapterFormatError(
-            f"tensor '{pair.bias.name}': a lookup has no bias", path=draft.path
+            f"tensor '{pair.bias.name}': a lookup has no bias", path=draft.path, hint=_CONVERT
         )
     if pair.delta is not None:
         yield AdapterFormatError(
-            f"tensor '{pair.delta.name}': a norm's weight has no low-rank pair", path=draft.path
+            f"tensor '{pair.delta.name}': a norm's weight has no low-rank pair",
+            path=draft.path,
+            hint=_CONVERT,
         )
 
 
@@ -76,6 +81,7 @@ def alone_bias(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problems
             f"and the base's is of kind '{target.kind.value}', shape {list(target.ne)}",
             adapter=str(draft.path),
             tensor=pair.target,
+            hint="adapters change matrices and their biases; convert without this one",
         )
     elif pair.bias.ne[0] != target.ne[1]:
         yield _wrong_size(draft, pair, pair.bias, target.ne[1])
@@ -89,6 +95,7 @@ def alone_delta(draft: Draft, pair: DraftPair, base: BaseInfo | None) -> Problem
         yield AdapterFormatError(
             f"tensor '{pair.delta.name}': expected the change of a norm's weight, *{_NORM}, alone",
             path=draft.path,
+            hint=_CONVERT,
         )
         return
     yield from _one_f32_row(draft, pair.delta)
@@ -102,6 +109,7 @@ def _one_f32_row(draft: Draft, tensor: TensorInfo) -> Problems:
             f"tensor '{tensor.name}': expected one row of F32, got type number {tensor.type}, "
             f"shape {list(tensor.ne)}",
             path=draft.path,
+            hint=_CONVERT,
         )
 
 
@@ -128,4 +136,5 @@ def bias_in_range(draft: Draft, tensor: TensorInfo, data: Bytes) -> Problems:
         yield AdapterFormatError(
             f"tensor '{tensor.name}': its values times alpha / rank leave the range of f32",
             path=draft.path,
+            hint="the training diverged, or adapter.lora.alpha is wrong",
         )

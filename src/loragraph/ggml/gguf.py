@@ -40,6 +40,7 @@ _SCALARS: Mapping[int, tuple[str, str]] = {  # GGUF value type -> name, numpy dt
 }
 _STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {code: name for code, (name, _) in _SCALARS.items()} | {8: "string", 9: "array"}
+_PATH = "check the path, and that the file may be read"
 _MIN_BYTES = 24  # magic, version, two counts
 _HEADER_BYTES = (4 << 20, 16 << 20, 64 << 20)
 """The parser is given this much of the file, then this much, and so on. A wrong count makes it
@@ -182,6 +183,19 @@ class GGUFFile:
         values = ((key, self.scalar(key)) for key in self._keys)
         return {key: value for key, value in values if value is not None}
 
+    def arrays(self, most: int) -> dict[str, tuple[Scalar, ...]]:
+        """All arrays of at most `most` values, by key; text that is no UTF-8 is replaced."""
+        found: dict[str, tuple[Scalar, ...]] = {}
+        for key, (_, kind) in self._keys.items():
+            if kind != _ARRAY or self.array_length(key) > most:
+                continue
+            if self.type_of(key) == "array of string":
+                texts = self.strings(key).to_list()
+                found[key] = tuple(text.decode("utf-8", "replace") for text in texts)
+            else:
+                found[key] = tuple(self.numbers(key).tolist())
+        return found
+
     @property
     def version(self) -> int:
         """The version of the GGUF format that the file states."""
@@ -269,9 +283,9 @@ def _regular_file_bytes(path: Path) -> int:
         status = path.stat()
     except (OSError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else str(exc)
-        raise GGUFError(f"failed to open: {reason}", path=path) from exc
+        raise GGUFError(f"failed to open: {reason}", path=path, hint=_PATH) from exc
     if not stat.S_ISREG(status.st_mode):
-        raise GGUFError("expected a regular file", path=path)
+        raise GGUFError("expected a regular file", path=path, hint=_PATH)
     if status.st_size < _MIN_BYTES:
         raise GGUFError(
             f"expected at least {_MIN_BYTES} bytes of GGUF header, got {status.st_size}", path=path
@@ -280,12 +294,16 @@ def _regular_file_bytes(path: Path) -> int:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as exc:
-        raise GGUFError(f"failed to open: {exc.strerror}", path=path) from exc
+        raise GGUFError(f"failed to open: {exc.strerror}", path=path, hint=_PATH) from exc
     magic = head[:4]
     if magic == b"vers" and head.startswith(b"version https://git-lfs"):
         raise GGUFError("this is a Git-LFS pointer, not the file", path=path, hint="git lfs pull")
     if magic != b"GGUF":
-        raise GGUFError(f"expected the magic b'GGUF', got {magic!r}", path=path)
+        raise GGUFError(
+            f"expected the magic b'GGUF', got {magic!r}",
+            path=path,
+            hint="loragraph reads GGUF files; loragraph convert makes one of a PEFT adapter",
+        )
     return status.st_size
 
 
