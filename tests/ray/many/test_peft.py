@@ -9,9 +9,10 @@ TAKEN = (test_peft,)
 globals().update(
     taken_from(
         test_peft,
-        # A member's temporary files are among theirs; test_member.py has such folders.
+        # They look into the single server's engine and files; test_member.py has such folders.
         (
             "test_a_folder_is_converted",
+            "test_replacing_a_folder",
             "test_folders_that_are_refused",
         ),
         own_server=True,
