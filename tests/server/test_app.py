@@ -15,14 +15,19 @@ def test_health(http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1/nope", "/v1/models/nope"])
-def test_what_does_not_exist_is_404_in_the_shape_of_errors(http: httpx.Client, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [("/nope", 404), ("/v1/nope", 404), ("/v1/models/nope", "model_not_found")],
+)
+def test_what_does_not_exist_is_404_in_the_shape_of_errors(
+    http: httpx.Client, path: str, code: int | str
+) -> None:
     """Unknown routes and models answer with code, type and message."""
     answer = http.get(path)
 
     assert answer.status_code == 404
     error = answer.json()["error"]
-    assert error["code"] == 404
+    assert error["code"] == code
     assert error["type"] == "not_found_error"
     assert error["message"]
 
