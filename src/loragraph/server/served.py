@@ -43,16 +43,6 @@ def served_of(run: Run) -> Served:
     result = run.result
     if result is None and isinstance(run.error, DeadlineError):
         result = run.error.result if isinstance(run.error.result, Result) else None
-    if run.embedding is not None:
-        found = run.embedding
-        return Served(
-            names,
-            n_prompt=found.n_prompt,
-            n_cached=found.n_cached,
-            n_longest=found.n_prompt,
-            queued_s=found.timings.queued_s,
-            prompt_s=found.timings.prompt_s,
-        )
     if result is None:
         outcome = "error" if run.error is not None else "abort"
         return Served(names, outcome, n_generated=run.n_events)
