@@ -14,6 +14,7 @@ LoragraphError
 │  └─ ModelNotFoundError               404 model_not_found
 ├─ LifecycleError(RuntimeError)      use after close, close while attached, two threads
 ├─ CapacityError                     no cells, slots or places left                [status]
+│  ├─ MixTooLargeError                 400: more adapters than a token or the pool can hold
 │  └─ OverloadedError                  429: too many requests wait
 ├─ DeadlineError                     a request's time was over                     [status, result]
 ├─ AdapterChangedError               a file is no longer what was registered       [status]
@@ -164,6 +165,12 @@ class CapacityError(LoragraphError):
     """No cells, slots or queue places are left."""
 
     status = 503
+
+
+class MixTooLargeError(CapacityError):
+    """More adapters, or larger ones, than a token or the pool can ever hold: waiting is no use."""
+
+    status = 400
 
 
 class OverloadedError(CapacityError):

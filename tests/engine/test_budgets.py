@@ -11,7 +11,7 @@ from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
-from loragraph.errors import CapacityError
+from loragraph.errors import CapacityError, MixTooLargeError
 from loragraph.graph.lowrank.base import MAX_MIX
 from tests.numerics.runs import random_tokens
 from tests.tiny import TinyAdapter, TinyLlama
@@ -90,7 +90,7 @@ def test_what_max_adapter_bytes_cannot_hold_is_refused(
         engine.unpin("n2")
         assert len(engine.generate(PROMPT, GREEDY, adapters=both).tokens) == 6
     with Engine(model, names, n_ctx=256, max_adapter_bytes=n_bytes - 1) as engine:
-        with pytest.raises(CapacityError, match=f"at most {n_bytes - 1} bytes"):
+        with pytest.raises(MixTooLargeError, match=f"at most {n_bytes - 1} bytes"):
             engine.generate(PROMPT, adapters={"n0": 1.0})
         assert len(engine.generate(PROMPT, GREEDY).tokens) == 6
         assert engine.stats().pool.n_loads == 0
@@ -106,7 +106,7 @@ def test_a_request_takes_as_many_adapters_as_a_token_carries(
     with Engine(model, names, n_ctx=256, lowering=lowering) as engine:  # type: ignore[arg-type]
         result = engine.generate(PROMPT, GREEDY, adapters=most)
         assert len(result.adapters) == MAX_MIX
-        with pytest.raises(CapacityError, match=f"at most {MAX_MIX} adapters a token, got 17"):
+        with pytest.raises(MixTooLargeError, match=f"at most {MAX_MIX} adapters a token, got 17"):
             engine.generate(PROMPT, GREEDY, adapters={**most, f"n{MAX_MIX}": 0.1})
         stats = engine.stats()
         assert (stats.core.n_jobs, stats.pool.n_tickets, stats.scheduler.n_cells_in_use) == (0,) * 3

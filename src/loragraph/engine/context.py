@@ -127,7 +127,7 @@ class Context:
 
         Zero scales are dropped; the same set again changes nothing. InvalidRequestError for a
         scale that is not finite, LifecycleError for an adapter that is closed or another model's,
-        CapacityError for more than 16 adapters (unlike ones; "branch" takes any number).
+        MixTooLargeError for more than 16 adapters (unlike ones; "branch" takes any number).
         """
         if not isinstance(scales, Mapping):
             raise TypeError(f"expected a mapping of adapters to scales, got {scales!r:.80}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-from loragraph.errors import CapacityError, LoragraphError
+from loragraph.errors import CapacityError, LoragraphError, MixTooLargeError
 
 K = TypeVar("K", bound=Hashable)
 
@@ -125,8 +125,8 @@ class Pool(Generic[K]):
         return self._entries.keys()
 
     def check(self, wanted: Mapping[K, int]) -> None:
-        """CapacityError for a set (with its bytes each) that could not be held by an empty pool."""
-        self._check(wanted, self.n_slots, self.max_bytes)
+        """MixTooLargeError for a set (with its bytes each) that an empty pool could not hold."""
+        self._check(wanted, self.n_slots, self.max_bytes, MixTooLargeError)
 
     def acquire(self, ticket: Hashable, wanted: Mapping[K, int], *, pin: bool = False) -> Grant:
         """Holds all of `wanted` (bytes of each) for `ticket`, or nothing of it.
@@ -273,16 +273,22 @@ class Pool(Generic[K]):
         pinned = {key for pin in self._pins for key in self._tickets[pin]} - wanted.keys()
         nbytes = sum(self._entries[key].nbytes for key in pinned)
         limit = None if self.max_bytes is None else self.max_bytes - nbytes
-        self._check(wanted, self.n_slots - len(pinned), limit)
+        self._check(wanted, self.n_slots - len(pinned), limit, CapacityError)
 
-    def _check(self, wanted: Mapping[K, int], n_slots: int, max_bytes: int | None) -> None:
+    def _check(
+        self,
+        wanted: Mapping[K, int],
+        n_slots: int,
+        max_bytes: int | None,
+        kind: type[CapacityError],
+    ) -> None:
         if len(wanted) > n_slots:
-            raise CapacityError(
+            raise kind(
                 f"expected at most {n_slots} adapters at once, got {len(wanted)}",
                 hint="raise max_adapters, or unpin some",
             )
         if max_bytes is not None and sum(wanted.values()) > max_bytes:
-            raise CapacityError(
+            raise kind(
                 f"expected adapters of at most {max_bytes} bytes together, got "
                 f"{sum(wanted.values())}",
                 hint="raise max_adapter_bytes, or unpin some",

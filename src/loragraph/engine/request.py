@@ -22,8 +22,8 @@ MAX_CHOICES = 128
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request. `adapters`: names and user scales; none is the base model. A token carries at
-    most 16 unlike adapters: a request for more ends with CapacityError (`Engine.combine` makes one
-    of several).
+    most 16 unlike adapters: a request for more ends with MixTooLargeError (`Engine.combine` makes
+    one of several).
 
     `n` choices share the prompt; choice i draws with seed + i. Requests with unlike `cache_salt`
     never share cells. `deadline_s` counts from the submission. `prompt_logprobs` k asks for the

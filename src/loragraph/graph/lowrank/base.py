@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.mix import Mix
-from loragraph.errors import CapacityError
+from loragraph.errors import MixTooLargeError
 from loragraph.ggml.handles import Tensor
 from loragraph.ggml.ops import Ops
 from loragraph.graph.batch import Batch
@@ -121,9 +121,9 @@ class NoLowering(PlainNorms):
 
 
 def check_mixable(mix: Mix, max_mix: int) -> None:
-    """What `routed` and `stacked` refuse: CapacityError for more than `max_mix` adapters."""
+    """What `routed` and `stacked` refuse: MixTooLargeError for more than `max_mix` adapters."""
     if len(mix) > max_mix:
-        raise CapacityError(
+        raise MixTooLargeError(
             f"expected at most {max_mix} adapters a token, got {len(mix)}",
             hint="combine some of them into one adapter",
         )
