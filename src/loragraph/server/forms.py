@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from loragraph.errors import InvalidRequestError
 from loragraph.server.json_pattern import choice_grammar, regex_grammar
@@ -46,12 +47,15 @@ def _guided(field: str, kind: str, value: Any) -> str:
         return regex_grammar(value)
     if kind == "choice":
         return choice_grammar(value)
-    if isinstance(value, str):
-        try:
-            value = from_json(value)
-        except ValueError as error:
-            raise InvalidRequestError(f"{field}: {error}", param=field) from error
-    return cached_grammar(value)
+    return cached_grammar(_parsed(value, field) if isinstance(value, str) else value)
+
+
+def _parsed(text: str, field: str) -> Any:
+    """JSON inside of JSON, under the same rules as the body around it: no NaN, no infinity."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"{field}: {error}", param=field) from error
 
 
 def call_schema(body: ChatBody) -> dict[str, Any] | None:
@@ -107,12 +111,12 @@ def _moved(schema: Any, place: str, depth: int = 0) -> Any:
 def cached_grammar(schema: Any) -> str:
     """`grammar_of_schema`, kept for the next request with the same schema."""
     try:
-        key = to_json(schema)
+        key = json.dumps(schema, allow_nan=False)  # 1e400 in a body is an infinity by now
     except ValueError as error:
         raise InvalidRequestError(f"JSON schema: {error}", param="json_schema") from error
     return _grammar(key)
 
 
 @lru_cache(maxsize=64)
-def _grammar(schema: bytes) -> str:
-    return grammar_of_schema(from_json(schema))
+def _grammar(schema: str) -> str:
+    return grammar_of_schema(_parsed(schema, "json_schema"))
