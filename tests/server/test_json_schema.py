@@ -9,51 +9,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loragraph.engine.automaton import DEAD, Automaton
 from loragraph.engine.gbnf import parse_grammar
 from loragraph.errors import InvalidRequestError
-from loragraph.server.json_pattern import pattern_rule
 from loragraph.server.json_schema import grammar_of_schema
-
-_SAMPLES = [*'{}[]",:-.0123456789eE \nabcdefnqrstulxyz\\/_@+~é漢Z😀', "\t", "\x7f", "\u2028"]
-
-
-class Language:
-    """The texts that a grammar allows."""
-
-    def __init__(self, grammar: str) -> None:
-        self._automaton = Automaton(parse_grammar(grammar))
-
-    def __contains__(self, text: str) -> bool:
-        state = self._automaton.start
-        for char in text:
-            state = self._automaton.step(state, ord(char))
-            if state == DEAD:
-                return False
-        return self._automaton.may_end(state)
-
-    def draw(self, rng: random.Random, n_most: int = 400) -> str | None:
-        """A text, one allowed character after the other; None for one that is not whole by then."""
-        state, text = self._automaton.start, ""
-        while len(text) < n_most:
-            closing = len(text) > n_most // 4
-            if self._automaton.may_end(state) and (closing or rng.random() < 0.3):
-                return text
-            moves = [
-                (char, after)
-                for char in _SAMPLES
-                if (after := self._automaton.step(state, ord(char))) != DEAD
-            ]
-            if not moves:
-                assert self._automaton.may_end(state), f"no way on behind {text!r}"
-                return text
-            ends = [move for move in moves if move[0] in '"]}']
-            char, state = rng.choice(ends if closing and ends else moves)
-            text += char
-        return None
+from tests.server.languages import Language
 
 
 def language(schema: Any) -> Language:
@@ -233,6 +195,7 @@ def _nested(n: int) -> Any:
         ({"type": "string", "pattern": "a**"}, "escaped"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no integer"),
         ({"type": "integer", "minimum": "x"}, "bound"),
+        ({"type": "number", "minimum": False}, "bounds"),
         ({"properties": {str(i): {} for i in range(3000)}}, "parts"),
         (_nested(100), "levels"),
         ({"required": ["a"], "additionalProperties": False}, "not allowed"),
@@ -244,38 +207,6 @@ def test_what_cannot_be_kept_to_is_refused(schema: Any, word: str) -> None:
         parse_grammar(grammar_of_schema(schema))
 
 
-_atoms = st.sampled_from(
-    ["a", "b", r"\d", r"\w", r"\s", ".", "[a-c]", "[^a-y]", r"[\d-]", '"', r"\\", "é", r"\n", "-"]
-)
-_patterns = st.recursive(
-    _atoms,
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=3).map("".join),
-        st.builds("(?:{}|{})".format, inner, inner),
-        st.builds("(?:{}){}".format, inner, st.sampled_from(["?", "*", "+", "{2}", "{0,2}", "+?"])),
-    ),
-    max_leaves=5,
-)
-
-
-@settings(deadline=None, max_examples=60)
-@given(_patterns, st.text('ab z9_"\\\n-é', max_size=5), st.integers(0, 2**32))
-def test_patterns_mean_what_they_mean_in_python(pattern: str, text: str, seed: int) -> None:
-    """Oracle: re. A text is allowed if and only if it matches; drawn texts match."""
-    whole = re.compile(f"^(?:{pattern})$".replace(r"\w", "[0-9A-Za-z_]"), re.ASCII)
-    grammar = f"root ::= {pattern_rule(f'^(?:{pattern})$')}\nchar ::= [a]"
-    try:
-        texts = Language(grammar)
-    except InvalidRequestError:  # (x*)*, which the engine's grammars refuse as left recursion
-        assume(False)
-        raise
-
-    assert (json.dumps(text, ensure_ascii=False) in texts) == bool(whole.fullmatch(text))
-    drawn = texts.draw(random.Random(seed), 60)
-    if drawn is not None:
-        assert whole.fullmatch(json.loads(drawn)), drawn
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.integers(-3000, 3000), st.integers(0, 3000), st.integers(-7000, 7000))
 def test_bounds_of_integers(low: int, width: int, number: int) -> None:
@@ -283,3 +214,30 @@ def test_bounds_of_integers(low: int, width: int, number: int) -> None:
     texts = language({"type": "integer", "minimum": low, "maximum": low + width})
     for value in (number, low, low + width, low - 1, low + width + 1):
         assert (str(value) in texts) == (low <= value <= low + width)
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 1.5, "maximum": 4}, "2 3 4", "1 5"),
+        ({"minimum": -2, "exclusiveMaximum": 1.5}, "-2 -1 0 1", "-3 2"),
+        ({"exclusiveMinimum": -3, "exclusiveMaximum": -0.5}, "-2 -1", "-3 0"),
+        ({"minimum": 2, "exclusiveMinimum": 0, "maximum": 3.5}, "2 3", "1 4"),
+    ],
+)
+def test_exclusive_bounds_between_integers_shut_out_no_integer_inside(
+    schema: Any, inside: str, outside: str
+) -> None:
+    """2 is above 1.5, though not by 1."""
+    texts = language({"type": "integer", **schema})
+    assert all(text in texts for text in inside.split())
+    assert not any(text in texts for text in outside.split())
+
+
+def test_a_thousand_values_of_an_enum_are_one_choice() -> None:
+    """They all begin with a quote, which counted as a thousand ways to read it."""
+    values = [f"city of {i}" for i in range(999)] + [12]
+    texts = language({"enum": values})
+    assert all(json.dumps(value) in texts for value in values)
+    assert '"city of "' not in texts
+    assert "1" not in texts

@@ -72,6 +72,8 @@ def test_guided_answers_have_their_form(
         ({"guided_json": '{"const": NaN}'}, "guided_json"),
         ({"guided_json": '{"const": -Infinity}'}, "guided_json"),
         ({"structured_outputs": {"json": '{"const": [1e400]}'}}, "Out of range float"),
+        ({"guided_json": {"type": "integer", "exclusiveMinimum": [1]}}, "exclusiveMinimum"),
+        ({"guided_choice": [chr(0x4E00 + i) for i in range(600)]}, "at most 512 unlike"),
         ({"structured_outputs": {"structural_tag": "x"}}, "unknown field"),
         ({"guided_grammar": "root ::= x"}, "grammar"),
         ({"bad_words": ["hello there you"]}, "words of one token"),

@@ -89,6 +89,20 @@ def merged(one: Any, other: Any) -> Any:
     return out
 
 
+def n_values(value: Any) -> int:
+    """How many values a schema is made of, itself among them."""
+    n = 0
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        n += 1
+        if isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+    return n
+
+
 def bounds_of(schema: Mapping[str, Any], low: str, high: str) -> tuple[int, int | None]:
     least, most = schema.get(low, 0), schema.get(high)
     for key, value in ((low, least), (high, 0 if most is None else most)):

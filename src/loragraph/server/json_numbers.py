@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from loragraph.errors import InvalidRequestError
 
 MAX_DIGITS = 16
 
 
-def integer_rule(low: int | float | None, high: int | float | None) -> str:
+def integer_bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """The least and the greatest integer that a schema's keywords allow; None: no bound."""
+    lows = [
+        _floor(schema, "minimum", up=True, inside=False),
+        _floor(schema, "exclusiveMinimum", up=True, inside=True),
+    ]
+    highs = [
+        _floor(schema, "maximum", up=False, inside=False),
+        _floor(schema, "exclusiveMaximum", up=False, inside=True),
+    ]
+    return (
+        max((low for low in lows if low is not None), default=None),
+        min((high for high in highs if high is not None), default=None),
+    )
+
+
+def _floor(schema: Mapping[str, Any], keyword: str, *, up: bool, inside: bool) -> int | None:
+    """The integer nearest to a bound on its inner side; `inside`: never the bound itself."""
+    value = schema.get(keyword)
+    if value is None:
+        return None
+    # written so that NaN, which nothing is at most, is refused
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e300:
+        raise InvalidRequestError(
+            f"JSON schema: {keyword!r}: expected a number as bound, got {value!r:.40}",
+            param="json_schema",
+        )
+    floor = int(value // 1)
+    whole = value == floor
+    if up:
+        return floor if whole and not inside else floor + 1
+    return floor - 1 if whole and inside else floor
+
+
+def integer_rule(low: int | None, high: int | None) -> str:
     """GBNF of the integers in [low, high]; None: no bound. It may use `digits`: any natural."""
-    least, most = _bound(low, up=True), _bound(high, up=False)
     limit = 10**MAX_DIGITS - 1
-    least = -limit if least is None else max(least, -limit)
-    most = limit if most is None else min(most, limit)
+    least = -limit if low is None else max(low, -limit)
+    most = limit if high is None else min(high, limit)
     if least > most:
         raise InvalidRequestError(
             f"JSON schema: no integer lies from {low} to {high}", param="json_schema"
@@ -24,18 +60,6 @@ def integer_rule(low: int | float | None, high: int | float | None) -> str:
     if most >= 0:
         parts.append(_naturals(max(0, least), most))
     return " | ".join(parts)
-
-
-def _bound(value: object, *, up: bool) -> int | None:
-    """The nearest integer inside."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
-        raise InvalidRequestError(
-            f"JSON schema: expected a number as bound, got {value!r:.40}", param="json_schema"
-        )
-    floor = int(value // 1)
-    return floor + 1 if up and value != floor else floor
 
 
 def _naturals(low: int, high: int) -> str:

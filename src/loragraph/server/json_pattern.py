@@ -10,46 +10,67 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from loragraph.errors import InvalidRequestError
+from loragraph.server.gbnf_parts import (
+    NOTHING,
+    Part,
+    either,
+    joined,
+    literal,
+    repeated,
+    rules_of_texts,
+    symbol,
+)
 
 MAX_PATTERN = 1000
 MAX_DEPTH = 24
 MAX_REPETITIONS = 2000
+MAX_TEXT = 1 << 17
 
-_Ranges = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]
+Char = Callable[[Ranges], str]
+_Anchored = dict[tuple[bool, bool], Part]  # by whether it begins and ends where the text does
+
+_FREE = (False, False)
+_TIMES: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 _LAST = 0x10FFFF
-_DIGIT: _Ranges = ((0x30, 0x39),)
-_WORD: _Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-_SPACE: _Ranges = ((0x09, 0x0D), (0x20, 0x20))
+_DIGIT: Ranges = ((0x30, 0x39),)
+_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+_SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
 _CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "b": 0x08, "v": 0x0B, "0": 0x00}
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 # Escaped in JSON: control characters, the quote, the backslash. Halves of surrogate pairs are no
 # characters.
-_ESCAPED: _Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
-_SURROGATES: _Ranges = ((0xD800, 0xDFFF),)
+_ESCAPED: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
+_SURROGATES: Ranges = ((0xD800, 0xDFFF),)
 ANY_CHAR = "char"
 """The rule of any one character inside a JSON string."""
 
 
-def pattern_rule(pattern: str) -> str:
-    """GBNF of a JSON string whose text matches; unanchored ends may be followed by anything."""
-    if len(pattern) > MAX_PATTERN:
-        raise _refused(pattern, f"expected at most {MAX_PATTERN} characters")
-    body = _Parser(pattern).parse()
+def pattern_rule(pattern: str, char: Char | None = None) -> str:
+    """GBNF of a JSON string whose text matches; unanchored ends may be followed by anything.
+
+    `char`: one symbol of GBNF for one character of some ranges; default: `json_char`.
+    """
+    found = []
+    for (starts, ends), part in _Parser(pattern, char or json_char).parse().items():
+        begin = "" if starts else f"{ANY_CHAR}* "
+        found.append(f"{begin}{part.whole.at(1)}{'' if ends else f' {ANY_CHAR}*'}")
+    body = found[0] if len(found) == 1 else f"({' | '.join(found)})"
     return f'"\\"" {body} "\\""'
 
 
 def regex_grammar(pattern: str) -> str:
     """GBNF, start rule `root`, of the texts that match from their begin to their end."""
-    if len(pattern) > MAX_PATTERN:
-        raise _refused(pattern, f"expected at most {MAX_PATTERN} characters")
-    return f"root ::= {_Parser(pattern, _plain_char).parse_whole()}\n"
+    found = _Parser(pattern, _plain_char).parse()  # whose anchors change nothing here
+    return f"root ::= {' | '.join(part.whole.at(2) for part in found.values())}\n"
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
     """GBNF, start rule `root`, of these texts and no others."""
-    return f"root ::= {' | '.join(literal(text) for text in texts)}\n"
+    rules = rules_of_texts(texts, "root", param="choice")
+    return "".join(f"{name} ::= {body}\n" for name, body in rules.items())
 
 
 def json_char(ranges: Iterable[tuple[int, int]]) -> str:
@@ -65,106 +86,107 @@ def json_char(ranges: Iterable[tuple[int, int]]) -> str:
     return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
 
-def literal(text: str) -> str:
-    """GBNF of a text itself."""
-    quoted = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(quoted.get(char, char) for char in text) + '"'
-
-
 class _Parser:
     """Recursive descent over one pattern."""
 
-    def __init__(self, pattern: str, char: Callable[[_Ranges], str] | None = None) -> None:
-        """`char`: GBNF of one character of some ranges; default: as JSON writes it."""
-        self._char = char or json_char
+    def __init__(self, pattern: str, char: Char) -> None:
+        """`char`: one symbol of GBNF for one character of some ranges."""
+        if len(pattern) > MAX_PATTERN:
+            raise _refused(pattern, f"expected at most {MAX_PATTERN} characters")
+        self._char = char
         self._text = pattern
         self._pos = 0
         self._depth = 0
 
-    def parse(self) -> str:
-        """The GBNF, without the quotes around it."""
-        starts = self._text.startswith("^")
-        self._pos = int(starts)
-        body = self._alternation()
-        ends = self._peek() == "$"
-        self._pos += ends
+    def parse(self) -> _Anchored:
+        """What matches, by where it has to stand; never without an entry."""
+        found = self._alternation()
         if self._pos != len(self._text):
-            raise self._fail("no unbalanced parenthesis, and '$' only at the end")
-        parts = [] if starts else [f"{ANY_CHAR}*"]
-        parts += [body] if body else []
-        return " ".join(parts + ([] if ends else [f"{ANY_CHAR}*"])) or '""'
+            raise self._fail("no unbalanced parenthesis")
+        if not found:
+            raise self._fail("'^' and '$' where some text can match, at its begin and its end")
+        return found
 
-    def parse_whole(self) -> str:
-        """The GBNF of whole texts, which `^` and `$` change nothing about."""
-        self._pos = int(self._text.startswith("^"))
-        body = self._alternation()
-        self._pos += self._peek() == "$"
-        if self._pos != len(self._text):
-            raise self._fail("no unbalanced parenthesis, and '$' only at the end")
-        return body or '""'
-
-    def _alternation(self) -> str:
+    def _alternation(self) -> _Anchored:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise self._fail(f"at most {MAX_DEPTH} nested groups")
-        branches = [self._sequence()]
+        found = self._sequence()
         while self._peek() == "|":
             self._pos += 1
-            branches.append(self._sequence())
+            for key, part in self._sequence().items():
+                _add(found, key, part)
         self._depth -= 1
-        if len(branches) == 1:
-            return branches[0]
-        return f"({' | '.join(branch or chr(34) * 2 for branch in branches)})"
+        return self._bounded(found)
 
-    def _sequence(self) -> str:
-        items: list[str] = []
+    def _sequence(self) -> _Anchored:
+        found: _Anchored = {_FREE: NOTHING}
         while self._peek() not in ("", "|", ")"):
-            if self._peek() == "$" and self._pos == len(self._text) - 1:
-                break
-            items.append(self._quantified(self._atom()))
-        return " ".join(items)
+            found = self._bounded(_after(found, self._quantified(self._atom())))
+        return found
 
-    def _atom(self) -> str:
+    def _bounded(self, found: _Anchored) -> _Anchored:
+        if sum(len(part.whole.text) for part in found.values()) > MAX_TEXT:
+            raise self._fail(f"what takes at most {MAX_TEXT} characters of grammar")
+        return found
+
+    def _atom(self) -> _Anchored:
         char = self._next()
         if char == "(":
             if self._peek() == "?":
                 if self._text[self._pos : self._pos + 2] != "?:":
                     raise self._fail("no look-around and no named groups")
                 self._pos += 2
-            body = self._alternation()
+            found = self._alternation()
             if self._next() != ")":
                 raise self._fail("')'")
-            return f"({body})" if body else '""'
+            return found
+        if char in ("^", "$"):
+            return {(char == "^", char == "$"): NOTHING}
         if char == "[":
-            return self._char(self._set())
-        if char == ".":
-            return self._char(_complement(((0x0A, 0x0A), (0x0D, 0x0D))))
-        if char == "\\":
-            return self._char(self._escaped())
-        if char in "*+?{}^$":
+            ranges = self._set()
+        elif char == ".":
+            ranges = _complement(((0x0A, 0x0A), (0x0D, 0x0D)))
+        elif char == "\\":
+            ranges = self._escaped()
+        elif char in "*+?{}":
             raise self._fail(f"'{char}' to be escaped here")
-        return self._char(((ord(char), ord(char)),))
+        else:
+            ranges = ((ord(char), ord(char)),)
+        return {_FREE: symbol(self._char(ranges))}
 
-    def _quantified(self, atom: str) -> str:
+    def _quantified(self, found: _Anchored) -> _Anchored:
         char = self._peek()
         if not char or char not in "*+?{":
-            return atom
+            return found
         self._pos += 1
-        if char == "{":
-            found = re.compile(r"(\d{1,5})(,?)(\d{0,5})\}").match(self._text, self._pos)
-            if found is None:
-                raise self._fail("{m}, {m,} or {m,n}")
-            self._pos = found.end()
-            low, comma, high = found.groups()
-            bounds = [int(low), int(high) if high else 0]
-            if max(bounds) > MAX_REPETITIONS or (high and bounds[1] < bounds[0]):
-                raise self._fail(f"0 to {MAX_REPETITIONS} repetitions")
-            char = f"{{{low}{comma}{high}}}"
+        low, high = self._times() if char == "{" else _TIMES[char]
         if self._peek() in ("?", "+") and self._peek():
             self._pos += 1  # lazy or possessive: the same texts match
-        return f"{atom}{char}"
+        if (low, high) == (0, 1):
+            out = dict(found)
+            _add(out, _FREE, NOTHING)
+            out[_FREE] = repeated(found.get(_FREE, NOTHING), 0, 1)
+            return out
+        if set(found) - {_FREE}:
+            raise self._fail("no '^' or '$' inside of what is repeated")
+        if not found:  # what never matches
+            return {_FREE: NOTHING} if low == 0 else {}
+        return {_FREE: repeated(found[_FREE], low, high)}
 
-    def _set(self) -> _Ranges:
+    def _times(self) -> tuple[int, int | None]:
+        """The bounds behind a '{'; without a lower one 0, as in Python."""
+        match = re.compile(r"([0-9]{0,5})(,?)([0-9]{0,5})\}").match(self._text, self._pos)
+        if match is None or not (match[1] or match[2]):
+            raise self._fail("{m}, {m,}, {,n} or {m,n}")
+        self._pos = match.end()
+        low = int(match[1] or 0)
+        high = int(match[3]) if match[3] else None if match[2] else low
+        if max(low, high or 0) > MAX_REPETITIONS or (high is not None and high < low):
+            raise self._fail(f"0 to {MAX_REPETITIONS} repetitions")
+        return low, high
+
+    def _set(self) -> Ranges:
         """The ranges of a class, behind its '['."""
         negated = self._peek() == "^"
         self._pos += negated
@@ -184,13 +206,13 @@ class _Parser:
         self._pos += 1
         return _complement(ranges) if negated else _normal(ranges)
 
-    def _member(self) -> _Ranges:
+    def _member(self) -> Ranges:
         char = self._next()
         if not char:
             raise self._fail("']'")
         return self._escaped() if char == "\\" else ((ord(char), ord(char)),)
 
-    def _escaped(self) -> _Ranges:
+    def _escaped(self) -> Ranges:
         """What stands behind a backslash."""
         char = self._next()
         if char.lower() in _CLASSES:
@@ -222,7 +244,23 @@ class _Parser:
         return _refused(self._text, f"expected {expected} (at {self._pos})")
 
 
-def _plain_char(ranges: _Ranges) -> str:
+def _add(found: _Anchored, key: tuple[bool, bool], part: Part) -> None:
+    found[key] = either(found[key], part) if key in found else part
+
+
+def _after(first: _Anchored, then: _Anchored) -> _Anchored:
+    """`then` behind `first`: nothing lies before '^', and nothing behind '$'."""
+    found: _Anchored = {}
+    for (first_starts, first_ends), one in first.items():
+        for (starts, ends), other in then.items():
+            if (first_ends and not other.nullable) or (starts and not one.nullable):
+                continue
+            part = joined(NOTHING if starts else one, NOTHING if first_ends else other)
+            _add(found, (first_starts or starts, first_ends or ends), part)
+    return found
+
+
+def _plain_char(ranges: Ranges) -> str:
     """GBNF of one character of these ranges, as it is; never NUL, where libllama's texts end."""
     wanted = _without(_without(_normal(ranges), _SURROGATES), ((0, 0),))
     if not wanted:
@@ -230,7 +268,7 @@ def _plain_char(ranges: _Ranges) -> str:
     return _class(wanted)
 
 
-def _class(ranges: _Ranges) -> str:
+def _class(ranges: Ranges) -> str:
     parts = [_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges]
     return f"[{''.join(parts)}]"
 
@@ -244,7 +282,7 @@ def _escape(code: int) -> str:
     return literal(f"\\{short}" if short else f"\\u{code:04x}")
 
 
-def _normal(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+def _normal(ranges: Iterable[tuple[int, int]]) -> Ranges:
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -254,11 +292,11 @@ def _normal(ranges: Iterable[tuple[int, int]]) -> _Ranges:
     return tuple(merged)
 
 
-def _complement(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return _without(((0, _LAST),), _normal(ranges))
 
 
-def _without(ranges: Sequence[tuple[int, int]], cut: _Ranges) -> _Ranges:
+def _without(ranges: Sequence[tuple[int, int]], cut: Ranges) -> Ranges:
     """`ranges` less `cut`; both in order, without overlaps."""
     left: list[tuple[int, int]] = []
     for low, high in ranges:

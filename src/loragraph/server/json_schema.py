@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from loragraph.server.gbnf_parts import literal, rules_of_texts
 from loragraph.server.json_keywords import (
     ANNOTATIONS,
     BY_TYPE,
@@ -18,18 +19,21 @@ from loragraph.server.json_keywords import (
     bounds_of,
     kinds_of,
     merged,
+    n_values,
     only_type,
     refused,
     repeated,
     types_of,
 )
-from loragraph.server.json_numbers import integer_rule
-from loragraph.server.json_pattern import ANY_CHAR, literal, pattern_rule
+from loragraph.server.json_numbers import integer_bounds, integer_rule
+from loragraph.server.json_pattern import ANY_CHAR, Ranges, json_char, pattern_rule
 
 MAX_NODES = 2000
 MAX_DEPTH = 48
 MAX_VALUES = 1000
 MAX_GRAMMAR = 1 << 18
+MAX_REF = 1000
+MAX_MERGED = 1 << 17
 
 _ALL = ("type", "$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
@@ -75,24 +79,23 @@ class _Converter:
         self._root = schema
         self._rules: dict[str, str] = {}
         self._by_ref: dict[str, str] = {}
+        self._by_ranges: dict[Ranges, str] = {}
         self._n_nodes = 0
+        self._n_chars = 0
+        self._n_merged = 0
+        self._sizes: dict[int, int] = {}
         self._depth = 0
 
     def grammar(self) -> str:
         """The text of all rules."""
         top = self._visit(self._root)
-        self._rules["root"] = f'" "? {top}'
-        text = "\n".join(f"{name} ::= {body}" for name, body in self._rules.items())
-        if len(text) > MAX_GRAMMAR:
-            raise refused(f"its grammar takes more than {MAX_GRAMMAR} characters")
-        return text
+        self._define("root", f'" "? {top}')
+        return "\n".join(f"{name} ::= {body}" for name, body in self._rules.items())
 
     def _visit(self, schema: Any) -> str:
         """The rule's name of what a schema allows."""
-        self._n_nodes += 1
+        self._count_part()
         self._depth += 1
-        if self._n_nodes > MAX_NODES:
-            raise refused(f"expected at most {MAX_NODES} parts, got more")
         if self._depth > MAX_DEPTH:
             raise refused(f"expected at most {MAX_DEPTH} levels, got more")
         if schema is True or schema == {}:
@@ -103,6 +106,11 @@ class _Converter:
             rule = self._object(schema)
         self._depth -= 1
         return rule
+
+    def _count_part(self) -> None:
+        self._n_nodes += 1
+        if self._n_nodes > MAX_NODES:
+            raise refused(f"expected at most {MAX_NODES} parts, got more")
 
     def _object(self, schema: dict[str, Any]) -> str:
         unknown = sorted(
@@ -151,17 +159,24 @@ class _Converter:
         known = self._by_ref.get(ref)
         if known is None:
             known = self._by_ref[ref] = f"ref-{len(self._by_ref)}"
-            self._rules[known] = self._visit(self._target(ref))
+            self._define(known, self._visit(self._target(ref)))
             if self._rules[known] == known:
                 raise refused(f"{ref!r:.80} refers to itself alone")
         return known
 
     def _target(self, ref: str) -> Any:
+        if len(ref) > MAX_REF:
+            raise refused(f"'$ref': expected at most {MAX_REF} characters, got {len(ref)}")
         target = self._root
         for part in ref.split("/")[1:]:
             key = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
-                target = target[int(key)]
+            if isinstance(target, list):
+                # an index of so few digits that converting them costs nothing
+                digits = key.isascii() and key.isdecimal() and len(key) < 10
+                target = target[int(key) :][:1] if digits else []
+                if not target:
+                    raise refused(f"{ref!r:.80} refers to nothing")
+                target = target[0]
             elif isinstance(target, dict) and key in target:
                 target = target[key]
             else:
@@ -169,18 +184,24 @@ class _Converter:
         return target
 
     def _values(self, schema: dict[str, Any]) -> str:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+        values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list) or not 0 < len(values) <= MAX_VALUES:
             raise refused(f"enum: expected 1 to {MAX_VALUES} values")
-        if "const" in schema and "enum" in schema and values[0] not in schema["enum"]:
-            raise refused("'const' is not among 'enum'")
+        if "const" in schema:
+            const = schema["const"]
+            if not any(value == const and kinds_of(value) & kinds_of(const) for value in values):
+                raise refused("'const' is not among 'enum'")
+            values = [const]
         if "type" in schema:
             kinds = types_of(schema)
             values = [value for value in values if kinds_of(value) & set(kinds)]
         if not values:
             raise refused("no value of 'enum' has the type")
         texts = [json.dumps(value, ensure_ascii=False) for value in values]
-        return self._new(" | ".join(dict.fromkeys(map(literal, texts))))
+        top = f"r{len(self._rules)}"
+        for name, body in rules_of_texts(texts, top, param="json_schema").items():
+            self._define(name, body)
+        return top
 
     def _combined(self, schema: dict[str, Any], keyword: str) -> str:
         parts = schema[keyword]
@@ -192,11 +213,23 @@ class _Converter:
         if keyword == "allOf":
             whole: Any = rest
             for part in parts:
-                whole = merged(whole, self._followed(part))
+                whole = self._merged(whole, part)
             return self._visit(whole)
         if not rest:
             return self._union([self._visit(part) for part in parts])
-        return self._union([self._visit(merged(rest, self._followed(part))) for part in parts])
+        return self._union([self._visit(self._merged(rest, part)) for part in parts])
+
+    def _merged(self, whole: Any, part: Any) -> Any:
+        """`merged` with what a part refers to; refused where that is too much in all."""
+        self._count_part()
+        part = self._followed(part)
+        n = self._sizes.get(id(part))  # of a value in the schema, which lives as long as this
+        if n is None:
+            n = self._sizes[id(part)] = n_values(part)
+        self._n_merged += n
+        if self._n_merged > MAX_MERGED:
+            raise refused(f"expected at most {MAX_MERGED} values to lay together, got more")
+        return merged(whole, part)
 
     def _followed(self, schema: Any) -> Any:
         """What a schema that is only a reference refers to."""
@@ -295,18 +328,11 @@ class _Converter:
             raise refused("'pattern' has a wrong type")
         if (least, most) != (0, None):
             raise refused("a length beside 'pattern' or 'format' is not supported")
-        return self._new(pattern_rule(pattern))
+        self._count_chars(len(pattern))  # reading it takes time, however short its rule
+        return self._new(pattern_rule(pattern, self._char))
 
     def _integer(self, schema: dict[str, Any]) -> str:
-        low, high = schema.get("minimum"), schema.get("maximum")
-        for keyword, step in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
-            bound = schema.get(keyword)
-            if isinstance(bound, bool):
-                raise refused(f"{keyword!r} has a wrong type")
-            if bound is not None and step > 0:
-                low = max(bound + 1, bound + 1 if low is None else low)
-            elif bound is not None:
-                high = min(bound - 1, bound - 1 if high is None else high)
+        low, high = integer_bounds(schema)
         if low is None and high is None:
             return self._need("integer")
         self._need("digits")
@@ -316,7 +342,7 @@ class _Converter:
         bounds = {key: schema[key] for key in BY_TYPE["number"] if key in schema}
         if not bounds:
             return self._need("number")
-        if bounds != {"minimum": 0}:
+        if bounds != {"minimum": 0} or isinstance(bounds["minimum"], bool):
             raise refused("bounds of numbers other than 'minimum': 0 are not supported")
         self._need("number")
         return self._new("digits fraction")
@@ -328,12 +354,30 @@ class _Converter:
 
     # -- rules -------------------------------------------------------------------------------------
 
+    def _char(self, ranges: Ranges) -> str:
+        """GBNF of one character of these ranges: a rule of its own where that takes long."""
+        known = self._by_ranges.get(ranges)
+        if known is None:
+            text = json_char(ranges)
+            known = self._by_ranges[ranges] = text if len(text) < 16 else self._new(text)
+        return known
+
     def _new(self, body: str) -> str:
         name = f"r{len(self._rules)}"
-        self._rules[name] = body
+        self._define(name, body)
         if " ws" in body or body.startswith("ws"):
             self._need("ws")
         return name
+
+    def _define(self, name: str, body: str) -> None:
+        self._count_chars(len(name) + len(body) + 6)
+        self._rules[name] = body
+
+    def _count_chars(self, n: int) -> None:
+        """Refused as soon as it is too much: a schema can ask for far more than it says itself."""
+        self._n_chars += n
+        if self._n_chars > MAX_GRAMMAR:
+            raise refused(f"its grammar and patterns take more than {MAX_GRAMMAR} characters")
 
     def _need(self, name: str) -> str:
         """A primitive's rule, with those that it is made of."""
@@ -341,7 +385,7 @@ class _Converter:
         while todo:
             one = todo.pop()
             if one not in self._rules:
-                self._rules[one] = _PRIMITIVES[one]
+                self._define(one, _PRIMITIVES[one])
                 todo += [part for part in _PRIMITIVES if part in _words(_PRIMITIVES[one])]
         return name
 
