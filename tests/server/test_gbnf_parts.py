@@ -44,6 +44,7 @@ def test_a_thousand_choices_were_refused_from_514_on(texts: list[str]) -> None:
     known = set(texts)
     for text in texts:
         assert text in choices
+    for text in texts[::20]:
         for other in (text[:-1], text + "a", text + '"', text[1:]):
             assert (other in choices) == (other in known), other
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from loragraph.errors import InvalidRequestError
 
 MAX_ITEMS = 2000
+MAX_REF = 1000
 
 ANNOTATIONS = frozenset(
     (
@@ -41,7 +43,11 @@ def types_of(schema: Mapping[str, Any]) -> list[str]:
             raise refused("expected a 'type'")
         return found
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list) or not kinds or not all(kind in _TYPES for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or not 0 < len(kinds) <= len(_TYPES)
+        or not all(kind in _TYPES for kind in kinds)
+    ):
         raise refused(f"expected a type of {', '.join(_TYPES)}, got {schema['type']!r:.60}")
     if schema.get("nullable") is True and "null" not in kinds:
         kinds = [*kinds, "null"]
@@ -87,6 +93,23 @@ def merged(one: Any, other: Any) -> Any:
         else:
             raise refused(f"two unlike {key!r:.40} in one schema are not supported")
     return out
+
+
+def target_of(root: Any, ref: str) -> Any:
+    """What a reference (#/...) into a schema refers to."""
+    if len(ref) > MAX_REF:
+        raise refused(f"'$ref': expected at most {MAX_REF} characters, got {len(ref)}")
+    target = root
+    for part in ref.split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        is_index = key.isascii() and key.isdecimal() and len(key) < 10
+        if isinstance(target, list) and is_index and int(key) < len(target):
+            target = target[int(key)]
+        elif isinstance(target, dict) and key in target:
+            target = target[key]
+        else:
+            raise refused(f"{ref!r:.80} refers to nothing")
+    return target
 
 
 def n_values(value: Any) -> int:

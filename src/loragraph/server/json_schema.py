@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from loragraph.server.gbnf_parts import literal, rules_of_texts
 from loragraph.server.json_keywords import (
@@ -23,6 +22,7 @@ from loragraph.server.json_keywords import (
     only_type,
     refused,
     repeated,
+    target_of,
     types_of,
 )
 from loragraph.server.json_numbers import integer_bounds, integer_rule
@@ -32,7 +32,6 @@ MAX_NODES = 2000
 MAX_DEPTH = 48
 MAX_VALUES = 1000
 MAX_GRAMMAR = 1 << 18
-MAX_REF = 1000
 MAX_MERGED = 1 << 17
 
 _ALL = ("type", "$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -83,7 +82,7 @@ class _Converter:
         self._n_nodes = 0
         self._n_chars = 0
         self._n_merged = 0
-        self._sizes: dict[int, int] = {}
+        self._targets: dict[str, Any] = {}
         self._depth = 0
 
     def grammar(self) -> str:
@@ -165,23 +164,9 @@ class _Converter:
         return known
 
     def _target(self, ref: str) -> Any:
-        if len(ref) > MAX_REF:
-            raise refused(f"'$ref': expected at most {MAX_REF} characters, got {len(ref)}")
-        target = self._root
-        for part in ref.split("/")[1:]:
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list):
-                # an index of so few digits that converting them costs nothing
-                digits = key.isascii() and key.isdecimal() and len(key) < 10
-                target = target[int(key) :][:1] if digits else []
-                if not target:
-                    raise refused(f"{ref!r:.80} refers to nothing")
-                target = target[0]
-            elif isinstance(target, dict) and key in target:
-                target = target[key]
-            else:
-                raise refused(f"{ref!r:.80} refers to nothing")
-        return target
+        if ref not in self._targets:
+            self._targets[ref] = target_of(self._root, ref)
+        return self._targets[ref]
 
     def _values(self, schema: dict[str, Any]) -> str:
         values = schema.get("enum", [schema.get("const")])
@@ -223,10 +208,7 @@ class _Converter:
         """`merged` with what a part refers to; refused where that is too much in all."""
         self._count_part()
         part = self._followed(part)
-        n = self._sizes.get(id(part))  # of a value in the schema, which lives as long as this
-        if n is None:
-            n = self._sizes[id(part)] = n_values(part)
-        self._n_merged += n
+        self._n_merged += n_values(whole) + n_values(part)
         if self._n_merged > MAX_MERGED:
             raise refused(f"expected at most {MAX_MERGED} values to lay together, got more")
         return merged(whole, part)
@@ -251,6 +233,8 @@ class _Converter:
         required = schema.get("required", [])
         if not isinstance(properties, dict) or not are_texts(required):
             raise refused("'properties' or 'required' has a wrong type")
+        if len(required) > MAX_NODES:
+            raise refused(f"required: expected at most {MAX_NODES} names, got {len(required)}")
         extra = schema.get("additionalProperties", True)
         least, most = bounds_of(schema, "minProperties", "maxProperties")
         if not properties and not required:
@@ -260,12 +244,13 @@ class _Converter:
                 return self._need("object")
             pair = self._new(f'{self._need("string")} ws ":" ws {self._visit(extra)}')
             return self._new(f'"{{" ws {repeated(pair, least, most)} ws "}}"')
+        properties = dict(properties)
         for name in required:
             if name not in properties:
                 # The last word on a property that is required, but described nowhere.
                 if extra is False:
                     raise refused(f"{name!r:.60} is required, and not allowed")
-                properties = {**properties, name: extra}
+                properties[name] = extra
         most = len(properties) if most is None else most
         if most < len(properties) or least > len(set(required)):
             raise refused("'minProperties' and 'maxProperties' are not supported beside these")
