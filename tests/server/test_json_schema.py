@@ -196,7 +196,8 @@ def _nested(n: int) -> Any:
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no integer"),
         ({"type": "integer", "minimum": "x"}, "bound"),
         ({"type": "number", "minimum": False}, "bounds"),
-        ({"properties": {str(i): {} for i in range(3000)}}, "parts"),
+        ({"properties": {str(i): {} for i in range(3000)},
+          "required": [str(i) for i in range(1000, 3000)]}, "parts"),
         (_nested(100), "levels"),
         ({"required": ["a"], "additionalProperties": False}, "not allowed"),
     ],
@@ -241,3 +242,24 @@ def test_a_thousand_values_of_an_enum_are_one_choice() -> None:
     assert all(json.dumps(value) in texts for value in values)
     assert '"city of "' not in texts
     assert "1" not in texts
+
+
+@pytest.mark.parametrize("required", [[], ["p0"], ["p501"], ["p0", "p501"]])
+def test_more_than_172_optional_properties_were_too_many_ways_to_read(required: list[str]) -> None:
+    """Behind a comma any of those left may follow, and is one way to read it."""
+    names = ["p0", *(f"p{i}" for i in range(2, 501)), "p501"]
+    properties = {name: {"type": "null"} for name in names if required or name != "p2"}
+    texts = language({"properties": properties, "required": required})
+    for some in (["p0", "p7", "p450", "p501"], ["p0", "p501"], ["p0"], ["p3", "p501"], ["p9"], []):
+        text = json.dumps(dict.fromkeys(some))
+        assert (text in texts) == (set(required) <= set(some))
+    assert '{"p7": null, "p3": null}' not in texts
+    assert '{"p0": null, "p501": null,}' not in texts
+
+
+def test_too_many_optional_properties_are_refused_in_words() -> None:
+    """Not as ways to read a text, of which a schema knows nothing."""
+    members: dict[str, Any] = {f"p{i}": {} for i in range(501)}
+    with pytest.raises(InvalidRequestError, match="at most 500 optional properties in a row"):
+        grammar_of_schema({"properties": members})
+    assert grammar_of_schema({"properties": members, "required": ["p250"]})

@@ -33,6 +33,7 @@ MAX_DEPTH = 48
 MAX_VALUES = 1000
 MAX_GRAMMAR = 1 << 18
 MAX_MERGED = 1 << 17
+MAX_OPTIONAL = 500  # each may be the next: the engine follows 512 ways to read a text
 
 _ALL = ("type", "$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
@@ -257,26 +258,25 @@ class _Converter:
         return self._new(f'"{{" ws {self._pairs(properties, set(required))}"}}"')
 
     def _pairs(self, properties: dict[str, Any], required: set[str]) -> str:
-        """Named members in their order; `first` and `later` rules say what may follow."""
+        """Named members in their order: a rule for each says which may be the next."""
         self._need("ws")
-        later = ""
-        first = ""
+        following = ""
         nothing = True  # whether all that follow may be left out
+        n_next = 0
         for name, schema in reversed(properties.items()):
             key = literal(json.dumps(name, ensure_ascii=False))
-            pair = self._new(f'{key} ws ":" ws {self._visit(schema)} ws')
-            tail = f" {later}" if later else ""
-            here = f"{pair}{tail}"
-            follow = f'"," ws {pair}{tail}'
+            pair = f'{key} ws ":" ws {self._visit(schema)} ws'
+            # the comma stands before the choice: else each choice is a way to read it
+            tail = f'"," ws {following}' if following else ""
+            here = f"{pair} ({tail})?" if tail and nothing else f"{pair} {tail}"
             if name in required:
-                first, later, nothing = self._new(here), self._new(follow), False
-            elif nothing:
-                first = self._new(f"{here} | {first}" if first else here)
-                later = f"{self._new(f'{follow} | {later[:-1]}' if later else follow)}?"
+                following, nothing, n_next = self._new(here), False, 0
+            elif n_next == MAX_OPTIONAL:
+                raise refused(f"expected at most {MAX_OPTIONAL} optional properties in a row")
             else:
-                first = self._new(f"{here} | {first}")
-                later = self._new(f"{follow} | {later}")
-        return f"({first})? " if nothing else f"{first} "
+                n_next += 1
+                following = self._new(f"{here} | {following}" if following else here)
+        return f"({following})? " if nothing else f"{following} "
 
     def _items(self, schema: dict[str, Any]) -> str:
         prefix = schema.get("prefixItems", [])
