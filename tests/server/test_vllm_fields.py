@@ -193,6 +193,33 @@ def test_prompts_are_cut_and_begin_as_asked(http: httpx.Client, served: Served) 
     assert len(whole) - len(asked(PATHS[1], add_special_tokens=False)) in (0, n_added)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_cutting_to_what_fits_left_one_token_beside_a_long_answer(
+    http: httpx.Client, served: Served, path: str, field: str
+) -> None:
+    """truncate_prompt_tokens -1 leaves a prompt that fits alone, and half the limit to others."""
+    limit = served.engine.config.sequence_limit
+    eog = min(served.engine.model.vocab.eog_tokens)
+    ending = {"logit_bias": {str(eog): 5000}, "return_token_ids": True}
+
+    def asked(**fields: Any) -> list[int]:
+        body = body_of(path, **ending, **fields)
+        del body["max_tokens"]
+        answer = http.post(path, json={**body, field: 2 * limit})
+        assert answer.status_code == 200, answer.text
+        of_chat = answer.json().get("prompt_token_ids")
+        ids = answer.json()["choices"][0].get("prompt_token_ids") if of_chat is None else of_chat
+        return list(ids)
+
+    whole = asked()
+    assert len(whole) > 1
+    assert asked(truncate_prompt_tokens=-1) == whole
+    if "chat" not in path:
+        ids = [200 + i % 40 for i in range(limit + 5)]
+        assert asked(prompt=ids, truncate_prompt_tokens=-1) == ids[-(limit - limit // 2) :]
+
+
 def test_lora_path_names_an_adapter(http: httpx.Client) -> None:
     """SGLang's field: one name, or one for each prompt; null is the base."""
 

@@ -46,7 +46,8 @@ def truncated(
 ) -> list[TextPrompt]:
     """The ends of prompts, as many tokens as vLLM's `truncate_prompt_tokens` says.
 
-    -1: as many as fit before the answer.
+    -1: as many as fit before the answer, for which at most half of the limit is kept free, so that
+    an answer without an end leaves a prompt.
     """
     most = body.truncate_prompt_tokens
     if most is None:
@@ -58,7 +59,8 @@ def truncated(
         )
     if most < 0:
         wanted = body.max_completion_tokens or body.max_tokens or body.n_predict or 1
-        most = max(1, state.engine.config.sequence_limit - max(1, wanted))
+        limit = state.engine.config.sequence_limit
+        most = max(1, limit - max(1, min(wanted, limit // 2)))
     vocab = state.engine.model.vocab
     cut = [prompt.tokens[-most:] for prompt in prompts]
     return [
