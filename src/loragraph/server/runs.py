@@ -129,21 +129,25 @@ async def do_all(runs: Sequence[Run], work: Callable[[Run], Awaitable[T]]) -> li
 
 
 async def merged_events(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """The batches of several runs as they come, each with its run's place among them."""
+    """The batches of several runs as they come, each with its run's place among them.
+
+    An empty batch is a run's end: its result may be there before its last events were read here.
+    """
     if len(runs) == 1:
         async with aclosing(runs[0].events()) as batches:
             async for batch in batches:
                 yield 0, batch
+        yield 0, []
         return
     places = asyncio.Semaphore(_places(runs))
     # Holds a batch a run at most: what else comes waits with its run, where batches join.
-    merged: asyncio.Queue[tuple[int, list[Event] | None]] = asyncio.Queue(1)
+    merged: asyncio.Queue[tuple[int, list[Event]]] = asyncio.Queue(1)
 
     async def pump(number: int, run: Run) -> None:
         async with places, aclosing(run.events()) as batches:
             async for batch in batches:
                 await merged.put((number, batch))
-        await merged.put((number, None))
+        await merged.put((number, []))
 
     tasks = [asyncio.ensure_future(pump(number, run)) for number, run in enumerate(runs)]
     running = set(tasks)
@@ -161,11 +165,9 @@ async def merged_events(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, list[E
                     await asyncio.wait({getting, *running}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 getting.cancel()
-            number, batch_or_end = getting.result()
-            if batch_or_end is None:
-                n_open -= 1
-            else:
-                yield number, batch_or_end
+            number, batch = getting.result()
+            n_open -= not batch
+            yield number, batch
     finally:
         await _ended(tasks)
 

@@ -227,12 +227,9 @@ async def _chunks(state: ServerState, made: list[tuple[Run, Asked]]) -> AsyncGen
     stream = _Stream(state, made)
     async with aclosing(merged_events([run for run, _ in made])) as batches:
         async for number, events in batches:
-            chunk = stream.of(number, events) + stream.ends()
+            chunk = stream.of(number, events) if events else stream.end(number)
             if chunk:
                 yield chunk
-    chunk = stream.ends()
-    if chunk:
-        yield chunk
 
 
 class _Stream:
@@ -242,7 +239,6 @@ class _Stream:
         self._state = state
         self._vocab = state.engine.model.vocab
         self._made = made
-        self._open = dict.fromkeys(range(len(made)))
         self._counts: dict[int, int] = {}  # tokens by index
         self._forms: dict[int, ChunkBytes] = {}
 
@@ -264,16 +260,12 @@ class _Stream:
             chunks.append(form.of(event, count, has_token=not ends))
         return b"".join(chunks)
 
-    def ends(self) -> bytes:
-        """The last words of the runs that have ended since the last call."""
-        ended = [number for number in self._open if self._made[number][0].result is not None]
-        chunks: list[dict[str, Any]] = []
-        for number in ended:
-            del self._open[number]
-            run, asked = self._made[number]
-            assert run.result is not None
-            chunks += _finals(self._state, run, asked, run.result, number * run.request.n)
-        return b"".join(map(sse.data, chunks))
+    def end(self, number: int) -> bytes:
+        """The last words of a run that has ended, whose events all were told."""
+        run, asked = self._made[number]
+        assert run.result is not None, "the run has not ended"
+        finals = _finals(self._state, run, asked, run.result, number * run.request.n)
+        return b"".join(map(sse.data, finals))
 
     def _ends(self, event: Event, params: SamplingParams) -> bool:
         """Whether the event is that of a token which ends a generation, or of none."""
