@@ -68,7 +68,8 @@ def test_guided_answers_have_their_form(
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "(?=a)"}, "look-around"),
         ({"guided_json": "{"}, "guided_json"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "unknown field"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag: not supported"),
+        ({"structured_outputs": {"chioce": ["x"]}}, "unknown field"),
         ({"guided_grammar": "root ::= x"}, "grammar"),
         ({"bad_words": ["hello there you"]}, "words of one token"),
         ({"bad_words": [" "]}, "words of one token"),
@@ -111,6 +112,26 @@ def test_neutral_values_change_nothing(http: httpx.Client, path: str) -> None:
 
     plain = text_of(http.post(path, json=body_of(path)))
     assert text_of(http.post(path, json=body_of(path, **neutral))) == plain
+
+
+# dataclasses.asdict(StructuredOutputsParams(choice=["yes", "no"])) of vLLM
+ALL_OF_STRUCTURED: dict[str, Any] = {
+    "json": None, "regex": None, "choice": ["yes", "no"], "grammar": None, "json_object": None,
+    "disable_fallback": False, "disable_any_whitespace": False,
+    "disable_additional_properties": False, "whitespace_pattern": None, "structural_tag": None,
+    "_backend": None, "_backend_was_auto": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("more", [{}, {"whitespace_pattern": " "}])
+def test_null_fields_of_structured_outputs_were_unknown(
+    http: httpx.Client, path: str, more: dict[str, Any]
+) -> None:
+    """null is a missing field in there too, as clients of vLLM's send all of them."""
+    body = body_of(path, structured_outputs={**ALL_OF_STRUCTURED, **more})
+
+    assert text_of(http.post(path, json=body)) in ("yes", "no")
 
 
 @pytest.mark.parametrize("field", ["echo", "best_of", "chat_template", "mm_processor_kwargs"])
@@ -285,3 +306,47 @@ def test_n_and_n_cmpl_have_to_agree(http: httpx.Client) -> None:
     """Two names of one field."""
     answer = http.post(PATHS[1], json=body_of(PATHS[1], n=2, n_cmpl=3))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n_cmpl")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATHS[1], {"n_probs": 3}),
+        (PATHS[1], {"n_probs": 3, "logprobs": True}),
+        (PATHS[1], {"n_probs": 3, "logprobs": True, "top_logprobs": 3}),
+        (PATHS[1], {"n_probs": 0, "logprobs": True, "top_logprobs": 3}),
+        (PATHS[0], {"n_probs": 3}),
+        (PATHS[0], {"n_probs": 3, "logprobs": 3}),
+    ],
+)
+def test_n_probs_beside_logprobs_told_no_candidates(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    """Two names of one field: the one that is there counts."""
+    told = http.post(path, json=body_of(path, **fields)).json()["choices"][0]["logprobs"]
+
+    if "chat" in path:
+        assert [len(entry["top_logprobs"]) for entry in told["content"]] == [3] * 12
+    else:
+        alone = http.post(path, json=body_of(path, logprobs=3)).json()["choices"][0]["logprobs"]
+        assert [list(top) for top in told["top_logprobs"]] == [
+            list(top) for top in alone["top_logprobs"]
+        ]
+        assert any(len(top) > 1 for top in told["top_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATHS[1], {"n_probs": 5, "logprobs": True, "top_logprobs": 0}),
+        (PATHS[1], {"n_probs": 5, "logprobs": True, "top_logprobs": 3}),
+        (PATHS[0], {"n_probs": 5, "logprobs": 0}),
+        (PATHS[0], {"n_probs": 0, "logprobs": 5}),
+    ],
+)
+def test_n_probs_and_logprobs_have_to_agree(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    """One of them was accepted and not acted on."""
+    answer = http.post(path, json=body_of(path, **fields))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n_probs")

@@ -77,6 +77,11 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
     body.check()
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs: only with 'logprobs': true", param="top_logprobs")
+    if body.top_logprobs is not None and (body.n_probs or body.top_logprobs) != body.top_logprobs:
+        raise InvalidRequestError(
+            f"'top_logprobs' and 'n_probs' disagree: {body.top_logprobs} and {body.n_probs}",
+            param="n_probs",
+        )
     mix = mix_of(state, body, key)
     [prompt] = truncated(state, body, [chat_prompt(state, mix, body)])
     grammar = grammar_of(body)
@@ -111,9 +116,9 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
 
 def _n_logprobs(body: ChatBody) -> int | None:
     """How many candidates are told beside each token; None: none, nor the token's own."""
-    if body.logprobs:
-        return body.top_logprobs or 0
-    return body.n_probs or None
+    if not body.logprobs:
+        return body.n_probs or None
+    return (body.n_probs or 0) if body.top_logprobs is None else body.top_logprobs
 
 
 def _n_most_calls(body: ChatBody) -> int | None:

@@ -81,6 +81,11 @@ def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str
             "best_of: the best answers are known at the end, so they cannot be streamed",
             param="best_of",
         )
+    if body.logprobs is not None and body.n_probs not in (None, body.logprobs):
+        raise InvalidRequestError(
+            f"'logprobs' and 'n_probs' disagree: {body.logprobs} and {body.n_probs}",
+            param="n_probs",
+        )
     n_logprobs = body.n_probs if body.logprobs is None else body.logprobs
     if body.post_sampling_probs and (best_of > n or (body.echo and n_logprobs is not None)):
         raise InvalidRequestError(

@@ -44,6 +44,11 @@ class StructuredOutputs(BaseModel):
     disable_fallback: Any = None
     disable_any_whitespace: Any = None
     disable_additional_properties: Any = None
+    whitespace_pattern: Any = None
+    backend: Any = Field(None, alias="_backend")
+    backend_was_auto: Any = Field(None, alias="_backend_was_auto")
+    # Refused.
+    structural_tag: Any = None
 
 
 class VllmBody(Body):
@@ -110,6 +115,10 @@ class VllmBody(Body):
                 raise InvalidRequestError(
                     f"{name}: not supported{_HINTS.get(name, '')}", param=name
                 )
+        inner = self.structured_outputs
+        if inner is not None and inner.structural_tag is not None:
+            name = "structured_outputs.structural_tag"
+            raise InvalidRequestError(f"{name}: not supported", param=name)
 
     def adapter_names(self) -> list[str] | None:
         """Those of `lora_path`; None: not said."""
