@@ -79,10 +79,9 @@ async def tokenize(body: TokenizeBody, state: State, key: ApiKey) -> dict[str, A
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
+async def detokenize(body: DetokenizeBody, state: State, key: ApiKey) -> dict[str, Any]:
     """The text of token ids; for a client of vLLM's, which names a model, by its name too."""
-    vocab = state.engine.model.vocab
-    text = await asyncio.to_thread(vocab.detokenize, body.tokens)
+    text = await asyncio.to_thread(_detokenize, state, body, key)
     return {"content": text} if body.model is None else {"content": text, "prompt": text}
 
 
@@ -131,11 +130,15 @@ def _tokenize(vocab: Vocab, body: TokenizeBody) -> list[Any]:
 def _tokenize_as_vllm(state: ServerState, body: TokenizeBody, key: str) -> dict[str, Any]:
     """Its default is a text with what the vocabulary adds to one."""
     vocab = state.engine.model.vocab
-    if body.prompt is not None and (body.messages is not None or body.content):
+    given = ["messages"] * (body.messages is not None) + ["content"] * bool(body.content)
+    given += ["prompt"] * (body.prompt is not None)
+    if len(given) > 1:
         raise InvalidRequestError(
-            "expected one of 'content', 'prompt' and 'messages', got more", param="prompt"
+            f"expected one of 'content', 'prompt' and 'messages', got {' and '.join(given)}",
+            param=given[-1],
         )
     if body.prompt is not None:
+        _require_model(state, body.model, key)
         begins = body.add_special_tokens is not False
         tokens = vocab.tokenize(body.prompt, add_special=begins, parse_special=True)
     else:
@@ -157,6 +160,17 @@ def _piece(data: bytes) -> str | list[int]:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
+
+
+def _detokenize(state: ServerState, body: DetokenizeBody, key: str) -> str:
+    _require_model(state, body.model, key)
+    return state.engine.model.vocab.detokenize(body.tokens)
+
+
+def _require_model(state: ServerState, model: str | None, key: str) -> None:
+    """ModelNotFoundError, PermissionDeniedError: as a request for an answer of that model."""
+    if model is not None:
+        resolve_mix(state, model, key=key)
 
 
 def _mix(state: ServerState, body: ApplyTemplateBody, key: str) -> RequestMix:
