@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -153,6 +154,16 @@ def api_error(error: LoragraphError) -> ApiError:
     if isinstance(error, ConfigError):
         return ApiError(400, message, param=error.field)
     return ApiError(400, message)  # a file, or what it asks for, is at fault
+
+
+@contextmanager
+def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors name the fields that were sent; `names`: those by the engine's names of them."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = names.get(error.param, error.param)
+        raise
 
 
 def _without_folders(error: LoragraphError) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from loragraph.engine.engine import Engine
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.request import Embedding, Event, Request, Result
 from loragraph.errors import LoragraphError
-from loragraph.server.errors import ApiError
+from loragraph.server.errors import ApiError, fields_as_sent
 from loragraph.server.mixes import RequestMix, uses_json
 from loragraph.server.state import ServerState
 
@@ -27,14 +27,22 @@ class Run:
     """A request to the engine. Belongs to the event loop; equality is identity."""
 
     def __init__(
-        self, state: ServerState, request: Request, mix: RequestMix, request_id: str, route: str
+        self,
+        state: ServerState,
+        request: Request,
+        mix: RequestMix,
+        request_id: str,
+        route: str,
+        *,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        """`route`: the path's last words, for logs and metrics."""
+        """`route`: the path's last words, for logs and metrics; `names`: of fields_as_sent()."""
         self.state = state
         self.request = request
         self.mix = mix
         self.request_id = request_id
         self.route = route
+        self.names = names or {}
         self.started = time.monotonic()
         self.first_event: float | None = None
         self.last_event: float | None = None
@@ -82,7 +90,8 @@ class Run:
         for hook in self.state.hooks:
             hook.on_start(self)
         try:
-            yield engine
+            with fields_as_sent(self.names):
+                yield engine
         except LoragraphError as error:
             self.error = error
             raise

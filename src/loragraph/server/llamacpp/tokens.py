@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from loragraph.errors import InvalidRequestError
+from loragraph.server.errors import fields_as_sent
 from loragraph.server.gate import ApiKey
 from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.openai.fields import Messages, TemplateBody, Tools
@@ -119,9 +120,10 @@ def tokenize_mixed(
 
 
 def _tokenize(vocab: Vocab, body: TokenizeBody) -> list[Any]:
-    tokens = tokenize_mixed(
-        vocab, body.content, add_special=body.add_special, parse_special=body.parse_special
-    )
+    with fields_as_sent({"prompt": "content", "tokens": "content"}):
+        tokens = tokenize_mixed(
+            vocab, body.content, add_special=body.add_special, parse_special=body.parse_special
+        )
     if not body.with_pieces:
         return tokens
     return [{"id": token, "piece": _piece(vocab.piece(token))} for token in tokens]
@@ -189,4 +191,5 @@ def _render(state: ServerState, body: ApplyTemplateBody, key: str) -> str:
 
 
 def _chat_tokens(state: ServerState, body: ApplyTemplateBody, key: str) -> list[int]:
-    return chat_prompt(state, _mix(state, body, key), body).tokens
+    with fields_as_sent({"prompt": "messages"}):
+        return chat_prompt(state, _mix(state, body, key), body).tokens
