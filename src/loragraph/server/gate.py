@@ -61,7 +61,7 @@ class Gate:
         else:
             if error.status_code == 413 and "expect" not in headers:
                 await discard_body(receive, 4 * self._config.max_body_bytes)
-            await error.response(scope, receive, send_with_id)
+            await error.response_to(scope)(scope, receive, send_with_id)
 
     def refuses(self, scope: Scope) -> bool:
         """Whether a request would be answered here, without its body being read."""
@@ -84,7 +84,7 @@ class Gate:
             if not key:
                 return _unauthorised("expected an API key, got none")
             if not _is_among(key, self._api_keys):
-                return _unauthorised("Invalid API Key")
+                return _unauthorised("Invalid API Key", "invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > config.max_body_bytes:
             return ApiError(
@@ -153,8 +153,8 @@ ApiKey = Annotated[str, Depends(api_key)]
 """A route's parameter for it."""
 
 
-def _unauthorised(message: str) -> ApiError:
-    return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+def _unauthorised(message: str, reason: str | None = None) -> ApiError:
+    return ApiError(401, message, reason=reason, headers={"WWW-Authenticate": "Bearer"})
 
 
 def _key_of(headers: Headers) -> str:
