@@ -83,6 +83,7 @@ def test_guided_answers_have_their_form(
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs: not supported"),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids: not supported"),
         ({"request_id": "a b"}, "request_id"),
+        ({"request_id": "é"}, "request_id"),
     ],
 )
 @pytest.mark.parametrize("path", PATHS)

@@ -18,7 +18,7 @@ from loragraph.server.forms import cached_grammar, call_schema, grammar_of
 from loragraph.server.gate import ApiKey, RequestId
 from loragraph.server.openai.fields import ChatBody
 from loragraph.server.openai.logprobs import chat_logprobs, of_events, prompt_logprobs_json
-from loragraph.server.openai.prepare import as_sent, head, make_run, mix_of, wants_usage
+from loragraph.server.openai.prepare import as_sent, head, id_of, make_run, mix_of, wants_usage
 from loragraph.server.openai.stream import Fields, chunks
 from loragraph.server.prompts import chat_prompt, tools_of, truncated
 from loragraph.server.routing import api_router
@@ -68,7 +68,9 @@ async def chat_completions(
     body: ChatBody, http: HttpRequest, state: State, request_id: RequestId, key: ApiKey
 ) -> Response:
     """An answer to a chat, whole or as a stream of chunks."""
-    chat = await asyncio.to_thread(as_sent, _prepare, state, body, request_id, key)
+    chat = await asyncio.to_thread(
+        as_sent, _prepare, state, body, id_of(http, body, request_id), key
+    )
     if body.stream:
         return await sse.event_stream(
             _chunks(chat),

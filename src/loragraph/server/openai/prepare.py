@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from fastapi import Request as HttpRequest
+
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
 from loragraph.errors import InvalidRequestError
 from loragraph.server.errors import fields_as_sent
+from loragraph.server.gate import request_name
 from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.openai.fields import ChatBody, GenerationBody
 from loragraph.server.routing import own_version
@@ -66,6 +69,14 @@ def _form(body: GenerationBody) -> str | None:
     return "tools" if forced else None
 
 
+def id_of(http: HttpRequest, body: GenerationBody, request_id: str) -> str:
+    """The id that a request goes by: its body's, in its header's place, for log and answer too."""
+    if body.request_id is None:
+        return request_id
+    request_name(http.scope).id = body.request_id
+    return body.request_id
+
+
 def mix_of(state: ServerState, body: GenerationBody, key: str) -> RequestMix:
     """The mix that a body asks for; see resolve_mix()."""
     return resolve_mix(
@@ -100,10 +111,7 @@ def make_run(
     prompt_logprobs: int | None = None,
     n: int | None = None,
 ) -> Run:
-    """A run of one prompt; `n`: its choices, where they are not those of the body.
-
-    `request_id`: where the body names none itself.
-    """
+    """A run of one prompt; `n`: its choices, where they are not those of the body."""
     salt = body.cache_salt or ""
     if body.cache_prompt is False:
         salt = f"{salt}/{secrets.token_hex(8)}"  # nobody else's, so nothing is found
@@ -118,7 +126,7 @@ def make_run(
         generations=mix.generations,
     )
     names = field_names(body)
-    return Run(state, request, mix, body.request_id or request_id, route, names=names)
+    return Run(state, request, mix, request_id, route, names=names)
 
 
 def head(prefix: str, kind: str, request_id: str, model: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from loragraph.errors import InvalidRequestError
+from loragraph.server.gate import REQUEST_ID_PATTERN
 from loragraph.server.sampling import Body
 
 MAX_GUIDED_CHOICES = 1000
@@ -64,7 +65,7 @@ class VllmBody(Body):
     lora_path: str | list[str | None] | None = None  # SGLang's: names of adapters
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = None
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")] | None = None
     # Ignored.
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
