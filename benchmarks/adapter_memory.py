@@ -135,9 +135,10 @@ def markdown(rows: Sequence[Memory]) -> str:
         same = {r.server: r for r in rows if (r.n_adapters, r.kind) == (n, kind)}
         ours = same["loragraph"]
         others = peers({name: row.registered.median for name, row in same.items()})
-        theirs = same[better(others, higher=False)[0]] if others else None
+        used = peers({name: row.used.median for name, row in same.items() if row.used is not None})
         cells = [str(n), kind, _text(ours.registered), _text(ours.used)]
-        cells += ["", ""] if theirs is None else [_text(theirs.registered), _text(theirs.used)]
+        cells.append(_text(same[better(others, higher=False)[0]].registered if others else None))
+        cells.append(_text(same[better(used, higher=False)[0]].used if used else None))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

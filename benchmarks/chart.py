@@ -76,7 +76,7 @@ def other_panels(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     panels = []
     waits = [(wait["case"], wait["server"], wait["ms"]) for wait in figures.get("waits", ())]
     if waits:
-        panels.append(_lowest_panel(waits, "first token over 1,000 tokens", "ms", log=True))
+        panels.append(_lowest_panel(waits, "first token over a shared prompt", "ms", log=True))
     for state, title in (("registered", "registered adapters"), ("used", "used adapters")):
         own = [
             (str(row["n_adapters"]), row["server"], row[state])

@@ -74,7 +74,7 @@ def variant(name: str, cache: Path, base: Path | None = None) -> Path:
     source = base_path() if base is None else base
     if source.stem.upper().endswith(name):
         return source
-    made = cache / f"{source.stem}-as-{name}-{_stamp(source)}.gguf"
+    made = cache / f"{source.stem}-as-{name}-{stamp(source)}.gguf"
     if not made.exists():
         with _atomic(made) as path:
             _requantise(load_library(), source, path, name)
@@ -89,7 +89,7 @@ def random_adapter(
     With `invocation` it is an aLoRA.
     """
     kind = "alora" if invocation else "random"
-    made = cache / f"{base.stem}-{kind}-r{rank}-s{seed}-{_stamp(base)}.gguf"
+    made = cache / f"{base.stem}-{kind}-r{rank}-s{seed}-{stamp(base)}.gguf"
     if not made.exists():
         with _atomic(made) as path:
             _write_adapter(base, path, rank, seed, invocation)
@@ -101,7 +101,7 @@ def numbered_adapters(adapter: Path, cache: Path, count: int) -> list[Path]:
 
     They are sparse: the weights are zeros but for the file's number, and take no disk.
     """
-    folder = cache / f"{adapter.stem}-numbered-{_stamp(adapter)}"
+    folder = cache / f"{adapter.stem}-numbered-{stamp(adapter)}"
     header = b""
     paths = []
     for i in range(count):
@@ -131,8 +131,8 @@ def wide_vocabulary(cache: Path) -> Path:
     return made
 
 
-def _stamp(source: Path) -> str:
-    """Changes when the source file or the form of the made files does."""
+def stamp(source: Path) -> str:
+    """Changes when the source file or the form of the made files does; for their names."""
     status = source.stat()
     text = f"{_FORMAT} {status.st_size} {status.st_mtime_ns}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]

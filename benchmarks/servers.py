@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,6 +46,7 @@ class CompletionServer:
                 [*words, "--host", "127.0.0.1", "--port", str(self._port)],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # its children end with it
                 stdout=log,
                 stderr=log,
             )
@@ -128,8 +130,9 @@ class CompletionServer:
         return answer
 
     def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
+        """Ends the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         shutil.rmtree(self._folder)
 

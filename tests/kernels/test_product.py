@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import gguf
 import numpy as np
@@ -42,8 +43,18 @@ def layout(request: pytest.FixtureRequest) -> Iterator[Layout]:
         yield layout
 
 
-def product(w: NDArray[np.uint8], layout: Layout, n_out: int, x: F32, n_threads: int = 1) -> F32:
-    """y (n, n_out) by the nodes, each thread's part after the other's; rows of y apart."""
+def product(
+    w: NDArray[np.uint8],
+    layout: Layout,
+    n_out: int,
+    x: F32,
+    n_threads: int = 1,
+    computed_under: str | None = None,
+) -> F32:
+    """y (n, n_out) by the nodes, each thread's part after the other's; rows of y apart.
+
+    `computed_under`: another instruction set than the one that the nodes are made under.
+    """
     n, n_in = x.shape
     quantized = np.full(quantized_size(n_in, n, layout) + 64, 0xA5, np.uint8)
     y = np.full((n, n_out + 3), np.nan, np.float32)
@@ -51,12 +62,24 @@ def product(w: NDArray[np.uint8], layout: Layout, n_out: int, x: F32, n_threads:
     source.bind(x.ctypes.data, x.strides[0] // 4, quantized.ctypes.data)
     node = ProductNode(source, w.ctypes.data, n_out)
     node.bind(y.ctypes.data, n_out + 3)
-    for function, one in (("loragraph_product_input", source), ("loragraph_product", node)):
-        for ith in range(n_threads):
-            getattr(lib, function)(ffi.NULL, ith, n_threads, ffi.cast("void *", one.userdata))
+    other = forced_dispatch(computed_under) if computed_under else nullcontext()
+    with other:
+        for function, one in (("loragraph_product_input", source), ("loragraph_product", node)):
+            for ith in range(n_threads):
+                getattr(lib, function)(ffi.NULL, ith, n_threads, ffi.cast("void *", one.userdata))
     assert (quantized[-64:] == 0xA5).all()
     assert np.isnan(y[:, n_out:]).all()
     return y[:, :n_out].copy()
+
+
+def test_a_node_runs_the_kernels_it_was_made_for(layout: Layout) -> None:
+    """The quantised x has their size: under another instruction set it would be another's."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((5, 64), dtype=np.float32)
+    w = packed(rng.standard_normal((16, 64), dtype=np.float32), layout)[0]
+    expected = product(w, layout, 16, x)
+    for name in instruction_sets():
+        assert np.array_equal(product(w, layout, 16, x, computed_under=name), expected)
 
 
 def packed(

@@ -158,6 +158,7 @@ class Sources:
             part.mkdir()
 
         def take(name: str) -> bool:
+            self._check_time(source, deadline)  # empty files have no chunk after which it is asked
             file = self._cache.parts / f"{part.name}.{name}"
             left = self._options.max_file_bytes - size_of(part)
             try:

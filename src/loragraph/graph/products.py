@@ -65,7 +65,9 @@ class KernelProducts:
     def mul_mat(self, ops: Ops, w: Weight, x: Tensor) -> Tensor:
         """One node to quantise x, unless the product before read the same, and one to multiply."""
         layout = self._layouts.get(w.name)
-        if layout is None or x.type != F32 or x.ne[1] < min_rows(layout) or x.ne[2:] != (1, 1):
+        if layout is None or x.type != F32 or x.ne[2:] != (1, 1):
+            return ops.mul_mat(w.tensor, x)
+        if not 0 < min_rows(layout) <= x.ne[1]:
             return ops.mul_mat(w.tensor, x)
         if layout is Layout.F16:
             return self._mul_mat_f16(ops, w, x)

@@ -47,17 +47,22 @@ int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows, int layout) {
     return n_rows * (n_in / QK) * record(kernels()->value_bytes[layout]);
 }
 
+const void *loragraph_product_kernels(void) { return kernels(); }
+
 void loragraph_product_input(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     (void)dst;
-    kernels()->input(userdata, ith, nth);
+    const product_input_node *node = userdata;
+    ((const product_kernels *)node->kernels)->input(node, ith, nth);
 }
 
 void loragraph_product(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     (void)dst;
-    kernels()->multiply(userdata, ith, nth);
+    const product_node *node = userdata;
+    ((const product_kernels *)node->input->kernels)->multiply(node, ith, nth);
 }
 
 void loragraph_product_f16(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     (void)dst;
-    kernels()->multiply_f16(userdata, ith, nth);
+    const product_f16_node *node = userdata;
+    ((const product_kernels *)node->kernels)->multiply_f16(node, ith, nth);
 }

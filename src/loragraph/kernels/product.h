@@ -26,6 +26,7 @@ typedef struct {
     int64_t n_in;     /* multiple of 32 */
     int64_t n_rows;
     int32_t layout;   /* of the products that read it */
+    const void *kernels; /* loragraph_product_kernels() when the node was made; its products use them too */
     void *quantized;  /* loragraph_quantized_size(n_in, n_rows, layout) bytes */
 } product_input_node;
 
@@ -45,12 +46,15 @@ typedef struct {
     int64_t x_stride;
     int64_t n_in;
     int64_t n_rows;
+    const void *kernels; /* loragraph_product_kernels() when the node was made */
     const uint16_t *w; /* n_out rows of n_in F16, one after the other */
     int64_t n_out;
     float *y;          /* n_rows rows of n_out floats, y_stride floats apart */
     int64_t y_stride;
 } product_f16_node;
 
+/* Those of the dispatch. A node keeps them, since the size of the quantised x is theirs. */
+const void *loragraph_product_kernels(void);
 /* From how many rows on the kernel is faster than ggml's product (measured), 0 where there is none; by dispatch. */
 int loragraph_product_min_rows(int layout);
 int64_t loragraph_quantized_size(int64_t n_in, int64_t n_rows, int layout);

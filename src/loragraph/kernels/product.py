@@ -47,7 +47,8 @@ class ProductInputNode(CustomNode):
             raise ValueError(f"expected n_in a multiple of {BLOCK}, got {n_in} x {n_rows}")
         self.n_in, self.n_rows, self.layout = n_in, n_rows, layout
         sizes = {"n_in": n_in, "n_rows": n_rows, "layout": int(layout)}
-        self._struct = ffi.new("product_input_node *", sizes)
+        kernels = lib.loragraph_product_kernels()
+        self._struct = ffi.new("product_input_node *", {**sizes, "kernels": kernels})
 
     def bind(self, x: int, x_stride: int, quantized: int) -> None:
         """Addresses of x and of the quantised x; the stride in floats."""
@@ -89,8 +90,9 @@ class F16ProductNode(CustomNode):
     def __init__(self, w: int, n_in: int, n_out: int, n_rows: int) -> None:
         if min(n_in, n_out, n_rows) < 1:
             raise ValueError(f"expected sizes from 1 on, got {n_in} x {n_out} x {n_rows}")
-        sizes = {"n_in": n_in, "n_out": n_out, "n_rows": n_rows}
-        self._struct = ffi.new("product_f16_node *", {"w": ffi.cast("uint16_t *", w), **sizes})
+        own = {"n_in": n_in, "n_out": n_out, "n_rows": n_rows}
+        own |= {"w": ffi.cast("uint16_t *", w), "kernels": lib.loragraph_product_kernels()}
+        self._struct = ffi.new("product_f16_node *", own)
 
     def bind(self, x: int, x_stride: int, y: int, y_stride: int) -> None:
         """Addresses of x and y; the strides in floats."""

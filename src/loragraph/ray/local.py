@@ -133,13 +133,15 @@ def _check_free(name: str, http: HTTPOptions) -> None:
 
 def _remove(args: AppArgs, name: str) -> None:
     """The application and its catalogue's actor; Serve as a whole where nothing else is in it."""
-    with suppress(RayError, RayServeException):
-        if set(serve.status().applications) - {name}:
-            serve.delete(name)
-        else:
-            serve.shutdown()  # type: ignore[no-untyped-call]
-    with suppress(RayError, ValueError):  # who shares it starts another one
-        ray.kill(ray.get_actor(args.catalogue_name, namespace=NAMESPACE))
+    try:
+        with suppress(RayError, RayServeException, TimeoutError):  # Serve goes on with it by itself
+            if set(serve.status().applications) - {name}:
+                serve.delete(name)
+            else:
+                serve.shutdown()  # type: ignore[no-untyped-call]
+    finally:
+        with suppress(RayError, ValueError):  # who shares it starts another one
+            ray.kill(ray.get_actor(args.catalogue_name, namespace=NAMESPACE))
 
 
 def drain(replicas: DeploymentHandle[Any], timeout_s: float, enough: threading.Event) -> None:
