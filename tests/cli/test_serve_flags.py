@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from loragraph.cli import main as cli
 from loragraph.cli import serving
-from loragraph.cli.serve_flags import ServeFlags
+from loragraph.cli.serve_flags import ServeFlags, without_beaten
 from loragraph.cli.serve_plan import Plan
 from loragraph.errors import ConfigError
 from loragraph.server.config import ServerConfig
@@ -165,6 +166,65 @@ def test_the_base_by_either_name(given: Callable[..., Given]) -> None:
     for wrong in ((), ("a.gguf", "-m", "b.gguf")):
         with pytest.raises(ConfigError, match="BASE"):
             given(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("variables", "args", "place", "expected"),
+    [
+        ({"MODEL": "v.gguf"}, ("b.gguf",), plan("base"), Path("b.gguf")),
+        ({"MODEL": "v.gguf"}, ("-m", "b.gguf"), plan("base"), Path("b.gguf")),
+        (
+            {"MODEL": "v.gguf", "KV_TYPE": "f32"},
+            ("-m", "b.gguf", "-ctk", "q8_0", "-ctv", "q8_0"),
+            option("kv_type"),
+            "q8_0",
+        ),
+        (
+            {"MODEL": "v.gguf", "CACHE_TYPE_K": "f32", "CACHE_TYPE_V": "f32"},
+            ("--kv-type", "q8_0"),
+            option("kv_type"),
+            "q8_0",
+        ),
+        ({"MODEL": "v.gguf", "ATTENTION": "cells"}, ("-fa", "off"), option("attention"), "plain"),
+        (
+            {"MODEL": "v.gguf", "FLASH_ATTN": "off"},
+            ("--attention", "cells"),
+            option("attention"),
+            "cells",
+        ),
+    ],
+)
+def test_a_flag_beats_the_variable_of_its_other_name(
+    given: Callable[..., Given],
+    variables: dict[str, str],
+    args: tuple[str, ...],
+    place: Callable[[Given], Any],
+    expected: Any,
+) -> None:
+    """They were compared, and the command failed with "got both" or "disagree"."""
+    told = given(*args, **{f"LORAGRAPH_{name}": value for name, value in variables.items()})
+
+    assert place(told) == expected
+
+
+def test_replicas_beats_the_variable_of_autoscale() -> None:
+    """--autoscale goes first only where both are flags, or both variables."""
+    sources = {"autoscale": "ENVIRONMENT", "replicas": "COMMANDLINE"}
+    flags = {"autoscale": "1:4", "replicas": 2}
+
+    def beaten(sources: dict[str, str]) -> Any:
+        return without_beaten(flags, lambda name: SimpleNamespace(name=sources.get(name)))
+
+    assert beaten(sources) == {"autoscale": None, "replicas": 2}
+    for same in ("ENVIRONMENT", "COMMANDLINE"):
+        assert beaten(dict.fromkeys(flags, same)) == flags
+    assert beaten({"autoscale": "COMMANDLINE", "replicas": "ENVIRONMENT"}) == flags
+
+
+def test_variables_that_contradict(given: Callable[..., Given]) -> None:
+    """Neither of two variables is the stronger one."""
+    with pytest.raises(ConfigError, match="disagree"):
+        given("b.gguf", LORAGRAPH_ATTENTION="cells", LORAGRAPH_FLASH_ATTN="off")
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,8 @@ class FakeEngine:
         job = Job(tokens, scales, max_tokens, pending.outcomes.append, **fields)
         for index in range(n):
             sampler = Sampler(cast(Any, ByteTexts()), params)
-            job.choices.append(ChoiceState(job, index, sampler, TextStream(params.stop)))
+            text = TextStream(params.stop, keep_stop=params.include_stop_str_in_output)
+            job.choices.append(ChoiceState(job, index, sampler, text))
         pending.job = job
         self.core.submit(job)
         return pending

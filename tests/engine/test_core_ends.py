@@ -24,6 +24,21 @@ def test_a_stop_token_ends_without_being_text() -> None:
     engine.check_idle()
 
 
+def test_a_stop_tokens_text_stands_at_the_end_where_it_is_wanted() -> None:
+    """include_stop_str_in_output: in the result and in its last event, but not in the tokens."""
+    free = FakeEngine().generate(PROMPT, max_tokens=12)
+    stop = free.tokens[5]
+    n = free.tokens.index(stop)
+    engine = FakeEngine()
+    params = SamplingParams(temperature=0, stop_token_ids=(stop,), include_stop_str_in_output=True)
+    pending = engine.submit(PROMPT, max_tokens=12, params=params)
+    engine.finish()
+
+    assert pending.result.text == free.text[: n + 1]
+    assert pending.result.tokens == free.tokens[:n]
+    engine.check_idle()
+
+
 def test_stop_strings_wait_for_min_tokens() -> None:
     """One that is complete with fewer tokens is text; the next one ends it."""
     free = FakeEngine().generate(PROMPT, max_tokens=40)

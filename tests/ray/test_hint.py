@@ -46,6 +46,12 @@ A, B = AdapterKey("a", 4), AdapterKey("b", 2)
         ({"adapters": "a"}, ()),
         ({"lora_name": "new", "lora_path": "a.gguf"}, (AdapterKey("new", 0),)),
         ({"lora_name": "../x"}, ()),
+        ({"lora_path": None}, (B,)),
+        ({"lora_path": [None]}, ()),
+        ({"lora_path": [], "model": "a"}, ()),
+        ({"lora_path": ["../x", 5]}, ()),
+        ({"lora_path": 5}, ()),
+        ({"lora_path": "a", "lora": {"b": 1}}, (B,)),
     ],
 )
 def test_adapters_of_a_body(body: dict[str, Any], adapters: tuple[AdapterKey, ...]) -> None:
@@ -54,6 +60,17 @@ def test_adapters_of_a_body(body: dict[str, Any], adapters: tuple[AdapterKey, ..
 
     assert hint.adapters == adapters
     assert hint.version == 4
+
+
+@pytest.mark.parametrize("path", ["a", ["a", "a"]])
+def test_requests_with_lora_path_were_routed_as_the_default_mix(path: Any) -> None:
+    """SGLang's field is read as the routes read it: in place of `adapters`."""
+    hint = hint_of(
+        "r", {"prompt": ["x", "y"], "model": "base", "lora_path": path}, catalogue(), ["base"]
+    )
+
+    assert hint.adapters == (A,)
+    assert hint.prefix == prefix(prompt=["x", "y"], adapters=["a"])
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 5])

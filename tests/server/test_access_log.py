@@ -153,3 +153,28 @@ def test_without_a_reader_nothing_is_written(
         assert http.get("/v1/models").is_success
 
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_id_of_an_answer_could_not_be_looked_up(
+    served: Served, lines: Lines, path: str, stream: bool
+) -> None:
+    """A body's request_id is the request's: in the answer, in its header and in the log."""
+    asked = BODY if "chat" in path else {"prompt": "hello", "max_tokens": 5}
+    body = {**asked, "stream": stream, "request_id": "mine-7"}
+    with served.client("sesame") as http:
+        answer = http.post(path, json=body, headers={"X-Request-Id": "other"})
+    assert '-mine-7"' in answer.text
+
+    assert answer.headers.get_list("x-request-id") == ["mine-7"]
+    assert lines.next()["request_id"] == "mine-7"
+
+
+def test_there_was_no_id_below_a_prefix(tmp_path: Path, lines: Lines) -> None:
+    """--api-prefix: the line has the answer's."""
+    write_files(tmp_path)
+    with serving(tmp_path, ServerConfig(api_prefix="/llm")) as one, one.client() as http:
+        answer = http.get("/llm/v1/models", headers={"X-Request-Id": "mine-8"})
+        assert answer.headers["x-request-id"] == "mine-8"
+        assert lines.next()["request_id"] == "mine-8"

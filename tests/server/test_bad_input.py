@@ -10,6 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from loragraph.vocab.vocab import MAX_SPECIALS
 from tests.server.serving import Served, serving, write_files
 from tests.tiny import TinyLlama
 
@@ -52,6 +53,88 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     return found
 
 
+LONG = "hello " * 3000
+FORCED = {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": "a", "guided_regex": "(?=a)"}, "guided_regex"),
+        (TEXT, {"prompt": "a", "regex": "(?=a)"}, "regex"),
+        (TEXT, {"prompt": "a", "guided_json": {"type": "x"}}, "guided_json"),
+        (TEXT, {"prompt": "a", "guided_json": {"pattern": "(?=a)"}}, "guided_json"),
+        (TEXT, {"prompt": "a", "guided_grammar": "root ::= x"}, "guided_grammar"),
+        (TEXT, {"prompt": "a", "ebnf": "root ::= x"}, "ebnf"),
+        (
+            TEXT,
+            {"prompt": "a", "structured_outputs": {"grammar": "root ::= x"}},
+            "structured_outputs.grammar",
+        ),
+        (TEXT, {"prompt": "a", "grammar": "root ::= x"}, "grammar"),
+        (
+            TEXT,
+            {"prompt": "a", "json_schema": {"type": "string", "pattern": "(?=a)"}},
+            "json_schema",
+        ),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "json_object", "schema": {"type": "x"}}},
+            "response_format",
+        ),
+        (CHAT, {"messages": HI, "tools": [FORCED], "tool_choice": "required"}, "tools"),
+        (TEXT, {"prompt": "a", "lora_path": "alpha", "model": "beta"}, "lora_path"),
+        (TEXT, {"prompt": "a", "lora_path": "alpha", "lora": {"beta": 1}}, "lora_path"),
+        (TEXT, {"prompt": "a", "adapters": ["alpha"], "model": "beta"}, "adapters"),
+        (TEXT, {"prompt": "a", "n_probs": 5000}, "n_probs"),
+        (TEXT, {"prompt": "a", "logprobs": 5000}, "logprobs"),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 5000}, "top_logprobs"),
+        (CHAT, {"messages": HI, "n_probs": 5000}, "n_probs"),
+        (TEXT, {"prompt": "a", "repetition_penalty": -1}, "repetition_penalty"),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (TEXT, {"prompt": LONG}, "prompt"),
+        ("/v1/embeddings", {"input": LONG}, "input"),
+        ("/completion", {"prompt": "a", "n_probs": 5000}, "n_probs"),
+        ("/completion", {"prompt": "a", "logprobs": 5000}, "logprobs"),
+        (
+            "/completion",
+            {"prompt": "a", "json_schema": {"type": "string", "pattern": "(?=a)"}},
+            "json_schema",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_named_fields_that_were_not_sent(
+    client: httpx.Client, path: str, body: dict[str, Any], param: str, stream: bool
+) -> None:
+    """`param` is the body's own word, and not the engine's or the other one of the same thing."""
+    if stream and "embeddings" not in path:
+        body = {**body, "stream": True}
+
+    assert error(client.post(path, json=body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (CHAT, "messages"),
+        (TEXT, "prompt"),
+        ("/v1/embeddings", "input"),
+        ("/tokenize", "content"),
+        ("/tokenize", "prompt"),
+        ("/tokenize", "messages"),
+    ],
+)
+def test_texts_that_have_no_tokens_were_called_prompts(
+    client: httpx.Client, path: str, field: str
+) -> None:
+    """The field that has such a text is named."""
+    text = "<|im_start|>" * (MAX_SPECIALS + 1)
+    value = [{"role": "user", "content": text}] if field == "messages" else text
+
+    assert error(client.post(path, json={field: value}), 400)["param"] == field
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -72,7 +155,7 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"messages": HI, "stop": 3}, "stop"),
         (CHAT, {"messages": HI, "nonsense": 1}, "nonsense"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 999}, "logprobs"),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 999}, "top_logprobs"),
         (CHAT, {"messages": HI, "logit_bias": {"x y": 1.5e5}}, "logit_bias"),
         (CHAT, {"messages": HI, "logit_bias": {"999999": 1}}, "logit_bias"),
         (CHAT, {"messages": HI, "functions": [{"name": "f"}]}, "functions"),

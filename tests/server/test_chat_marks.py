@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from loragraph.server.runs import Run
 from loragraph.server.tool_deltas import CallDeltas
 from loragraph.server.tools import MistralCalls, ToolParser
 from tests.server.serving import Served, serving, write_files
+from tests.server.test_vllm_fields import text_of
 from tests.tiny import TinyLlama
 from tests.tiny_vocab import spm_metadata
 
@@ -116,3 +118,60 @@ def test_one_call_where_parallel_calls_are_refused(job: chat._Chat) -> None:
     assert {call["index"] for call in calls} == {0}
     assert "".join(call["function"]["arguments"] for call in calls) == "{}"
     assert len(whole["message"]["tool_calls"]) == 1
+
+
+def streamed_text(job: chat._Chat, events: list[Event]) -> str:
+    """The content of a stream of these events."""
+    return "".join(entry["delta"].get("content", "") for entry in entries_of(job, events))
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", [MARK, 70])
+def test_a_stop_tokens_text_was_lost_beside_a_mark(
+    job: chat._Chat, include: bool, stop: int
+) -> None:
+    """A whole answer whose text is made again ends as the stream's does."""
+    vocab = job.state.engine.model.vocab
+    params = SamplingParams(
+        stop=("zz",), stop_token_ids=(stop,), include_stop_str_in_output=include
+    )
+    job.run.request = Request([5], {}, params)
+    job = replace(job, marks={MARK: "[TOOL_CALLS]", 4: "[ARGS]"})
+    words = vocab.tokenize("Yes.", add_special=False)
+    pieces = [vocab.piece(token, special=False).decode() for token in words]
+    ending = vocab.piece(stop, special=False).decode() if include else ""
+    events = [Event(0, "", 4), *map(Event, [0] * len(words), pieces, words)]
+    events.append(Event(0, ending, stop, "stop"))
+    choice = Choice(0, "".join(pieces) + ending, (4, *words), "stop", None, 1, 0, stop_token=stop)
+
+    text = "".join(("[ARGS]", *pieces, ending))
+    if include:
+        text += "[TOOL_CALLS]" if stop == MARK else ""
+        assert ending or stop == MARK
+    assert chat._marked_text(job, choice) == text
+    assert streamed_text(replace(job, new_parser=None), events) == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_stay_in_the_text_had_no_mark(served: Served, stream: bool) -> None:
+    """parse_tool_calls false: what a client parses itself is all there."""
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "now"}}],
+        "parse_tool_calls": False,
+        "max_tokens": 2,
+        "logit_bias": {str(MARK): 5000},
+    }
+
+    with served.client() as http:
+
+        def text(**fields: Any) -> str:
+            asked = {**body, "stream": stream, **fields}
+            return text_of(http.post("/v1/chat/completions", json=asked))
+
+        assert text() == "[TOOL_CALLS]" * 2
+        assert text(skip_special_tokens=False) == "[TOOL_CALLS]" * 2
+        assert text(stop_token_ids=[MARK]) == ""
+        ended = text(stop_token_ids=[MARK], include_stop_str_in_output=True)
+        assert ended == "[TOOL_CALLS]"
+        assert text(tool_choice="none") == ""

@@ -50,6 +50,26 @@ def test_keys(guarded: TestClient, headers: Mapping[str, str], status: int) -> N
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/v1/models", "invalid_api_key"),
+        ("/v1/models/x", "invalid_api_key"),
+        ("/v1/chat/completions", "invalid_api_key"),
+        ("/completions", 401),
+        ("/tokenize", 401),
+    ],
+)
+def test_a_wrong_key_had_no_code_of_openais(
+    guarded: TestClient, path: str, code: str | int
+) -> None:
+    """As its clients compare it; no key at all has none there either."""
+    error = guarded.get(path, headers={"Authorization": "Bearer two"}).json()["error"]
+
+    assert (error["code"], error["reason"]) == (code, "invalid_api_key")
+    assert guarded.get(path).json()["error"]["code"] == 401
+
+
 def test_health_is_open(guarded: TestClient) -> None:
     """/health asks for no key, and says that the server is loading."""
     answer = guarded.get("/health")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+
+from loragraph.engine.request import Event
+from loragraph.server.runs import Run
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello world"}]}
 TEXT: dict[str, Any] = {"prompt": ["hello the world", "a b"]}
@@ -127,3 +131,62 @@ def test_each_of_several_prompts_tells_what_made_it(http: httpx.Client, n: int) 
         later = chunks[[c["choices"][0] for c in chunks].index(entry) + 1 :]
         assert all(c["choices"][0]["index"] // n != entry["index"] // n for c in later)
     assert not any("adapters" in chunk for chunk in chunks)
+
+
+@pytest.fixture
+def slow_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs have their results before the first of their events is read, one by one."""
+    events = Run.events
+
+    async def late(run: Run) -> AsyncGenerator[list[Event], None]:
+        for batch in [batch async for batch in events(run)]:
+            for event in batch:
+                yield [event]
+
+    monkeypatch.setattr(Run, "events", late)
+
+
+def unlike_lengths(http: httpx.Client, path: str, **fields: Any) -> dict[str, Any]:
+    """A body of whose first prompt's two choices the first has fewer tokens than the second."""
+    form = {"grammar": 'root ::= "a" | "bcdefghijkl"', "temperature": 5, "max_tokens": 40}
+    for seed in range(100):
+        body = {**fields, **form, "n": 2, "seed": seed, "return_token_ids": True}
+        choices = http.post(path, json=body).json()["choices"]
+        if len(choices[0]["token_ids"]) < len(choices[1]["token_ids"]):
+            return body
+    raise AssertionError("all choices have one length")
+
+
+@pytest.mark.usefixtures("slow_reading")
+@pytest.mark.parametrize("prompt", [["one two", "three"], ["one two"]])
+def test_the_first_choice_to_end_told_adapters_and_the_last_one_again(
+    http: httpx.Client, prompt: list[str]
+) -> None:
+    """Of choices of unlike length the last to end tells, though the result was there before."""
+    body = unlike_lengths(http, "/v1/completions", prompt=prompt, adapters=["beta"])
+
+    chunks = chunks_of(http, "/v1/completions", body)
+
+    for number in range(len(prompt)):
+        own = [c for c in chunks if c["choices"][0]["index"] // 2 == number]
+        *before, last = own
+        ends = [c["choices"][0]["finish_reason"] for c in own]
+        assert [reason is not None for reason in ends].count(True) == 2
+        assert ends[-1] is not None
+        assert "adapters" in (last["choices"][0] if len(prompt) > 1 else last)
+        assert not any("adapters" in c or "adapters" in c["choices"][0] for c in before)
+    first = [c["choices"][0] for c in chunks if c["choices"][0]["index"] < 2]
+    [end] = [at for at, entry in enumerate(first) if entry["index"] == 0 and entry["finish_reason"]]
+    assert end < len(first) - 2  # not kept until the other's end
+
+
+@pytest.mark.usefixtures("slow_reading")
+def test_last_words_came_before_the_last_text(http: httpx.Client) -> None:
+    """/completion of several prompts: nothing of a choice follows its last chunk."""
+    body = {"prompt": ["one two", "three"], "n_predict": 6, "ignore_eos": True, "n_cmpl": 2}
+    lines = http.post("/completion", json={**body, "stream": True}).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+    for index in range(4):
+        stops = [chunk["stop"] for chunk in chunks if chunk["index"] == index]
+        assert stops == [False] * 6 + [True]

@@ -88,12 +88,17 @@ def test_the_first_error_ends_all(served: Served, hooks: Hooks) -> None:
 
 
 def test_merged_events_are_those_of_each_run(served: Served, hooks: Hooks) -> None:
-    """Batches of several runs come mixed; put together they are the texts."""
+    """Batches of several runs come mixed, an empty one at each end; together they are the texts."""
     runs = [run_of(served, [7 + i], n=2) for i in range(3)]
+    ended: list[int] = []
 
     async def collect() -> dict[tuple[int, int], str]:
         texts: dict[tuple[int, int], str] = {}
         async for number, batch in merged_events(runs):
+            assert number not in ended
+            if not batch:
+                assert runs[number].result is not None
+                ended.append(number)
             for event in batch:
                 key = number, event.index
                 texts[key] = texts.get(key, "") + event.piece
@@ -101,6 +106,7 @@ def test_merged_events_are_those_of_each_run(served: Served, hooks: Hooks) -> No
 
     texts = do(collect())
 
+    assert sorted(ended) == [0, 1, 2]
     for number, run in enumerate(runs):
         assert isinstance(run.result, Result)
         for choice in run.result.choices:

@@ -12,7 +12,7 @@ import pytest
 
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Event
-from loragraph.errors import InvalidRequestError
+from loragraph.errors import InvalidRequestError, ModelNotFoundError
 from loragraph.server import sse
 from loragraph.server.llamacpp.answers import Asked, ChunkBytes, chunk_json
 from loragraph.vocab.vocab import Vocab
@@ -74,8 +74,25 @@ def test_an_error_after_a_comment_is_an_event() -> None:
     assert done == sse.DONE
 
 
+@pytest.mark.parametrize(("tag", "code"), [("openai", "model_not_found"), ("llama-server", 404)])
+def test_an_error_within_a_stream_had_the_status_as_code(tag: str, code: str | int) -> None:
+    """On OpenAI's routes it is the string of whole answers."""
+
+    async def chunks(go_on: asyncio.Event) -> AsyncGenerator[bytes, None]:
+        await go_on.wait()
+        raise ModelNotFoundError("gone", param="model")
+        yield b""
+
+    bodies = asyncio.run(_bodies(chunks, {"route": SimpleNamespace(tags=[tag])}))
+
+    event = b"".join(body for body in bodies if body != b":\n\n").partition(b"\n\n")[0]
+    error = json.loads(event.removeprefix(b"data: "))["error"]
+    assert (error["code"], error["reason"]) == (code, "model_not_found")
+
+
 async def _bodies(
     chunks: Callable[[asyncio.Event], AsyncGenerator[bytes, None]],
+    scope: dict[str, Any] | None = None,
 ) -> list[bytes]:
     """What a stream sends whose generator waits until a comment was sent."""
     go_on = asyncio.Event()
@@ -91,5 +108,5 @@ async def _bodies(
 
     response = await sse.event_stream(chunks(go_on), 60, ping_s=0.01)
     async with asyncio.timeout(60):
-        await response({}, receive, send)
+        await response(scope or {}, receive, send)
     return bodies

@@ -74,7 +74,8 @@ def test_guided_answers_have_their_form(
         ({"structured_outputs": {"json": '{"const": [1e400]}'}}, "Out of range float"),
         ({"guided_json": {"type": "integer", "exclusiveMinimum": [1]}}, "exclusiveMinimum"),
         ({"guided_choice": [chr(0x4E00 + i) for i in range(600)]}, "at most 512 unlike"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "unknown field"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag: not supported"),
+        ({"structured_outputs": {"chioce": ["x"]}}, "unknown field"),
         ({"guided_grammar": "root ::= x"}, "grammar"),
         ({"bad_words": ["hello there you"]}, "words of one token"),
         ({"bad_words": [" "]}, "words of one token"),
@@ -88,6 +89,7 @@ def test_guided_answers_have_their_form(
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs: not supported"),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids: not supported"),
         ({"request_id": "a b"}, "request_id"),
+        ({"request_id": "é"}, "request_id"),
     ],
 )
 @pytest.mark.parametrize("path", PATHS)
@@ -119,6 +121,26 @@ def test_neutral_values_change_nothing(http: httpx.Client, path: str) -> None:
     assert text_of(http.post(path, json=body_of(path, **neutral))) == plain
 
 
+# dataclasses.asdict(StructuredOutputsParams(choice=["yes", "no"])) of vLLM
+ALL_OF_STRUCTURED: dict[str, Any] = {
+    "json": None, "regex": None, "choice": ["yes", "no"], "grammar": None, "json_object": None,
+    "disable_fallback": False, "disable_any_whitespace": False,
+    "disable_additional_properties": False, "whitespace_pattern": None, "structural_tag": None,
+    "_backend": None, "_backend_was_auto": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("more", [{}, {"whitespace_pattern": " "}])
+def test_null_fields_of_structured_outputs_were_unknown(
+    http: httpx.Client, path: str, more: dict[str, Any]
+) -> None:
+    """null is a missing field in there too, as clients of vLLM's send all of them."""
+    body = body_of(path, structured_outputs={**ALL_OF_STRUCTURED, **more})
+
+    assert text_of(http.post(path, json=body)) in ("yes", "no")
+
+
 @pytest.mark.parametrize("field", ["echo", "best_of", "chat_template", "mm_processor_kwargs"])
 def test_what_chats_do_not_have_is_refused(http: httpx.Client, field: str) -> None:
     """As above, of chats alone."""
@@ -133,13 +155,32 @@ def test_what_chats_do_not_have_is_refused(http: httpx.Client, field: str) -> No
 def test_the_stop_string_stands_at_the_end_where_it_is_wanted(
     http: httpx.Client, path: str, stream: bool
 ) -> None:
-    """include_stop_str_in_output, of stop strings and of the texts of stop tokens."""
+    """include_stop_str_in_output, of stop strings."""
     grammar = 'root ::= "abcd"'
     asked = body_of(path, grammar=grammar, stop="c", stream=stream)
     assert text_of(http.post(path, json=asked)) == "ab"
 
     asked["include_stop_str_in_output"] = True
     assert text_of(http.post(path, json=asked)) == "abc"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stop_tokens_text_stands_at_the_end_where_it_is_wanted(
+    http: httpx.Client, served: Served, path: str, stream: bool
+) -> None:
+    """include_stop_str_in_output, of stop tokens; what was held back goes before."""
+    asked = body_of(path, grammar='root ::= "abcd"', max_tokens=20)
+    answer = http.post(path, json={**asked, "return_token_ids": True}).json()
+    ids = answer["choices"][0]["token_ids"]
+    pieces = [served.engine.model.vocab.piece(one).decode() for one in ids]
+    at = next(i for i in range(1, len(ids)) if pieces[i].strip() and ids[i] not in ids[:i])
+    asked |= {"stop_token_ids": [ids[at]], "stop": ["".join(pieces[:at]) + "x"], "stream": stream}
+    before = "".join(pieces[:at])
+
+    assert text_of(http.post(path, json=asked)) == before
+    asked["include_stop_str_in_output"] = True
+    assert text_of(http.post(path, json=asked)) == before + pieces[at]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -196,18 +237,52 @@ def test_prompts_are_cut_and_begin_as_asked(http: httpx.Client, served: Served) 
     with_all = vocab.tokenize("hello", add_special=True, parse_special=True)
     assert asked(PATHS[0]) == with_all
     n_added = len(with_all) - len(bare)
-    assert len(whole) - len(asked(PATHS[1], add_special_tokens=False)) in (0, n_added)
+    assert n_added > 0
+    assert asked(PATHS[1], add_special_tokens=False) == whole[n_added:]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_cutting_to_what_fits_left_one_token_beside_a_long_answer(
+    http: httpx.Client, served: Served, path: str, field: str
+) -> None:
+    """truncate_prompt_tokens -1 leaves a prompt that fits alone, and half the limit to others."""
+    limit = served.engine.config.sequence_limit
+    eog = min(served.engine.model.vocab.eog_tokens)
+    ending = {"logit_bias": {str(eog): 5000}, "return_token_ids": True}
+
+    def asked(**fields: Any) -> list[int]:
+        body = body_of(path, **ending, **fields)
+        del body["max_tokens"]
+        answer = http.post(path, json={**body, field: 2 * limit})
+        assert answer.status_code == 200, answer.text
+        of_chat = answer.json().get("prompt_token_ids")
+        ids = answer.json()["choices"][0].get("prompt_token_ids") if of_chat is None else of_chat
+        return list(ids)
+
+    whole = asked()
+    assert len(whole) > 1
+    assert asked(truncate_prompt_tokens=-1) == whole
+    if "chat" not in path:
+        ids = [200 + i % 40 for i in range(limit + 5)]
+        assert asked(prompt=ids, truncate_prompt_tokens=-1) == ids[-(limit - limit // 2) :]
 
 
 def test_lora_path_names_an_adapter(http: httpx.Client) -> None:
-    """SGLang's field: one name, or one for each prompt; null is the base."""
+    """SGLang's field: one name, or one for each prompt; null in a list is the base."""
 
     def names(path: Any) -> list[str]:
         answer = http.post(PATHS[0], json=body_of(PATHS[0], lora_path=path))
         return [use["name"] for use in answer.json()["adapters"]]
 
-    assert names("beta") == names(["beta", "beta"]) == ["beta"]
-    assert names([None]) == names(None) == []
+    assert names(None) == []
+    http.post("/lora-adapters", json=[{"name": "alpha", "scale": 1}]).raise_for_status()
+    try:
+        assert names("beta") == names(["beta", "beta"]) == ["beta"]
+        assert names([None]) == names([]) == []
+        assert names(None) == ["alpha"]
+    finally:
+        http.post("/lora-adapters", json=[]).raise_for_status()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -264,3 +339,47 @@ def test_n_and_n_cmpl_have_to_agree(http: httpx.Client) -> None:
     """Two names of one field."""
     answer = http.post(PATHS[1], json=body_of(PATHS[1], n=2, n_cmpl=3))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n_cmpl")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATHS[1], {"n_probs": 3}),
+        (PATHS[1], {"n_probs": 3, "logprobs": True}),
+        (PATHS[1], {"n_probs": 3, "logprobs": True, "top_logprobs": 3}),
+        (PATHS[1], {"n_probs": 0, "logprobs": True, "top_logprobs": 3}),
+        (PATHS[0], {"n_probs": 3}),
+        (PATHS[0], {"n_probs": 3, "logprobs": 3}),
+    ],
+)
+def test_n_probs_beside_logprobs_told_no_candidates(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    """Two names of one field: the one that is there counts."""
+    told = http.post(path, json=body_of(path, **fields)).json()["choices"][0]["logprobs"]
+
+    if "chat" in path:
+        assert [len(entry["top_logprobs"]) for entry in told["content"]] == [3] * 12
+    else:
+        alone = http.post(path, json=body_of(path, logprobs=3)).json()["choices"][0]["logprobs"]
+        assert [list(top) for top in told["top_logprobs"]] == [
+            list(top) for top in alone["top_logprobs"]
+        ]
+        assert any(len(top) > 1 for top in told["top_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATHS[1], {"n_probs": 5, "logprobs": True, "top_logprobs": 0}),
+        (PATHS[1], {"n_probs": 5, "logprobs": True, "top_logprobs": 3}),
+        (PATHS[0], {"n_probs": 5, "logprobs": 0}),
+        (PATHS[0], {"n_probs": 0, "logprobs": 5}),
+    ],
+)
+def test_n_probs_and_logprobs_have_to_agree(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    """One of them was accepted and not acted on."""
+    answer = http.post(path, json=body_of(path, **fields))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n_probs")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import typer
 from rich.console import Console
 
-from loragraph.cli.serve_flags import ServeFlags, values
+from loragraph.cli.serve_flags import ServeFlags, values, without_beaten
 from loragraph.errors import ConfigError
 
 
-def serve(**given: Any) -> None:
+def serve(context: typer.Context, **given: Any) -> None:
     """Serve BASE and adapters over HTTP: OpenAI's routes, llama-server's and vLLM's."""
-    flags = ServeFlags(**given)
+    flags = ServeFlags(**without_beaten(given, context.get_parameter_source))
     adapters = flags.adapters()
     config, plan = flags.config(adapters), flags.plan(adapters)
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
@@ -44,5 +45,11 @@ def _refuse_with_ray(flags: ServeFlags) -> None:
             raise ConfigError("expected none together with --ray", field=flag, hint=hint)
 
 
-# What typer reads: the flags stand in one place, with their types and defaults.
-serve.__signature__ = inspect.signature(ServeFlags, eval_str=True)  # type: ignore[attr-defined]
+def _signature() -> inspect.Signature:
+    """What typer reads: the flags stand in one place, with their types and defaults."""
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    flags = inspect.signature(ServeFlags, eval_str=True)
+    return flags.replace(parameters=[*flags.parameters.values(), context])
+
+
+serve.__signature__ = _signature()  # type: ignore[attr-defined]

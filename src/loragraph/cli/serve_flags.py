@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loragraph.cli import serve_options as options
 from loragraph.cli.adapter_list import csv_fields
@@ -23,6 +23,17 @@ _FLASH_ATTN = {
     options.FlashAttention.ON: AttentionKind.CELLS,
     options.FlashAttention.AUTO: AttentionKind.CELLS,
     options.FlashAttention.OFF: AttentionKind.PLAIN,
+}
+# Fields that a variable may give, and those that say the same: a flag beats the variable of either.
+_OTHER_NAMES = {
+    "base": ("model",),
+    "model": ("base",),
+    "kv_type": ("cache_type_k", "cache_type_v"),
+    "cache_type_k": ("kv_type",),
+    "cache_type_v": ("kv_type",),
+    "attention": ("flash_attn",),
+    "flash_attn": ("attention",),
+    "autoscale": ("replicas",),
 }
 
 E = TypeVar("E", bound=StrEnum)
@@ -170,6 +181,24 @@ class ServeFlags:
     def _attention(self) -> AttentionKind:
         asked = None if self.flash_attn is None else _FLASH_ATTN[self.flash_attn]
         return _one(self.attention, asked, ("--attention", "-fa")) or AttentionKind.CELLS
+
+
+def without_beaten(given: Mapping[str, Any], source: Callable[[str], Any]) -> dict[str, Any]:
+    """The flags without what a variable says by one name and the command line by another.
+
+    `source`: click's ParameterSource of a field.
+    """
+
+    def comes_from(field: str, place: str) -> bool:
+        return getattr(source(field), "name", "") == place
+
+    beaten = {
+        field
+        for field, others in _OTHER_NAMES.items()
+        if comes_from(field, "ENVIRONMENT")
+        and any(comes_from(other, "COMMANDLINE") for other in others)
+    }
+    return {field: None if field in beaten else value for field, value in given.items()}
 
 
 def _one(own: E | None, theirs: E | None, flags: tuple[str, str]) -> E | None:

@@ -61,6 +61,10 @@ def wanted_names(
     for field in ("lora", "adapters"):
         if body.get(field) is not None:
             return [name for name in _scaled(body[field], catalogue) if name_problem(name) is None]
+    path = body.get("lora_path")  # SGLang's: a name, or one for each prompt
+    if path is not None:
+        names = _scaled([path] if isinstance(path, str) else path, catalogue)
+        return [name for name in dict.fromkeys(names) if name_problem(name) is None]
     model = body.get("model")
     if isinstance(model, str) and model and model not in base_names:
         base, colon, rest = model.partition(":")

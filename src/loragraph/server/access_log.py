@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loragraph.server.gate import REQUEST_ID_KEY
+from loragraph.server.gate import request_name
 from loragraph.server.runs import Run
 from loragraph.server.served import Served, served_of
 from loragraph.server.state import ServerState
@@ -57,6 +57,7 @@ class AccessLog:
                 entry.status = message["status"]
             await send(message)
 
+        request_name(scope)  # before a copy is made below a prefix
         token = _current.set(entry)
         try:
             await self._app(scope, receive, noting)
@@ -84,7 +85,7 @@ def _line(scope: Scope, entry: _Entry, seconds: float) -> dict[str, Any]:
     client = scope.get("client")
     line: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "request_id": scope.get(REQUEST_ID_KEY, ""),
+        "request_id": request_name(scope).id,
         "client": client[0] if client else None,
         "method": scope["method"],
         "path": scope["path"][:200],

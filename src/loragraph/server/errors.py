@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from loragraph.errors import (
     AdapterChangedError,
@@ -60,6 +62,7 @@ _WITH_STATUS = (
     StaleCatalogueError,
 )
 _OPENAI_TAGS = frozenset(("openai", "models"))
+_OPENAI_PATHS = ("/chat/completions", "/v1/completions", "/v1/embeddings", "/models")
 _RETRY_AFTER = {"Retry-After": "1"}
 _MAX_MESSAGE = 2000
 _FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^/\s:'\",]+/)+")  # of an absolute path
@@ -120,14 +123,25 @@ class ApiError(HTTPException):
         """The answer."""
         return JSONResponse(self.body, self.status_code, self.headers)
 
-    def response_to(self, request: Request) -> JSONResponse:
-        """The answer, with OpenAI's string as `code` where its routes are asked."""
+    def response_to(self, scope: Scope) -> JSONResponse:
+        """The answer to a request; see body_to()."""
+        return JSONResponse(self.body_to(scope), self.status_code, self.headers)
+
+    def body_to(self, scope: Scope) -> dict[str, Any]:
+        """The body, with OpenAI's string as `code` where its routes are asked."""
         error = self.body["error"]
-        tags = getattr(request.scope.get("route"), "tags", ())
-        if "reason" not in error or not _OPENAI_TAGS.intersection(tags):
-            return self.response
-        body = {"error": {**error, "code": error["reason"]}}
-        return JSONResponse(body, self.status_code, self.headers)
+        if "reason" not in error or not _is_openai(scope):
+            return self.body
+        return {"error": {**error, "code": error["reason"]}}
+
+
+def _is_openai(scope: Scope) -> bool:
+    """Whether a request is for one of OpenAI's routes; by its path where no route was looked up."""
+    route = scope.get("route")
+    if route is not None:
+        return not _OPENAI_TAGS.isdisjoint(getattr(route, "tags", ()))
+    path = str(scope.get("path", ""))
+    return path.endswith(_OPENAI_PATHS) or "/v1/models/" in path
 
 
 def api_error(error: LoragraphError) -> ApiError:
@@ -155,6 +169,16 @@ def api_error(error: LoragraphError) -> ApiError:
     return ApiError(400, message)  # a file, or what it asks for, is at fault
 
 
+@contextmanager
+def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors name the fields that were sent; `names`: those by the engine's names of them."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = names.get(error.param, error.param)
+        raise
+
+
 def _without_folders(error: LoragraphError) -> str:
     """The message with files' names alone: where a server keeps them is nobody's business."""
     text = str(error)
@@ -169,7 +193,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(LoragraphError)
     async def known(request: Request, error: LoragraphError) -> JSONResponse:
-        return api_error(error).response_to(request)
+        return api_error(error).response_to(request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -178,7 +202,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error, ApiError):
-            return error.response_to(request)
+            return error.response_to(request.scope)
         detail = str(error.detail)
         if error.status_code == 404:
             detail = f"no such route: {request.method} {request.url.path:.200}"

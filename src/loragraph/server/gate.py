@@ -7,6 +7,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -22,12 +23,25 @@ PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/", "/index.html", "/favicon
 PUBLIC_PREFIXES = ("/static/",)
 """What needs no key: the page asks for one itself."""
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _KEY = "loragraph.is_admin"
 _API_KEY = "loragraph.api_key"
-REQUEST_ID_KEY = "loragraph.request_id"
-"""Where a request's id stands in the scope."""
+_REQUEST_ID_KEY = "loragraph.request_id"
+
+
+@dataclass(slots=True)
+class RequestName:
+    """A request's id: the client's, from header or body, or one that is made."""
+
+    id: str = ""
+
+
+def request_name(scope: Scope) -> RequestName:
+    """The one of a request, which all copies of its scope share that are made later."""
+    found: RequestName = scope.setdefault(_REQUEST_ID_KEY, RequestName())
+    return found
 
 
 class Gate:
@@ -46,13 +60,14 @@ class Gate:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        scope[REQUEST_ID_KEY] = request_id
+        name = request_name(scope)
+        name.id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope[MAX_BODY_KEY] = self._config.max_body_bytes
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                # read now, as a route may have found another in the body
+                MutableHeaders(scope=message)["X-Request-Id"] = name.id
             await send(message)
 
         error = self._refusal(scope, headers)
@@ -61,7 +76,7 @@ class Gate:
         else:
             if error.status_code == 413 and "expect" not in headers:
                 await discard_body(receive, 4 * self._config.max_body_bytes)
-            await error.response(scope, receive, send_with_id)
+            await error.response_to(scope)(scope, receive, send_with_id)
 
     def refuses(self, scope: Scope) -> bool:
         """Whether a request would be answered here, without its body being read."""
@@ -84,7 +99,7 @@ class Gate:
             if not key:
                 return _unauthorised("expected an API key, got none")
             if not _is_among(key, self._api_keys):
-                return _unauthorised("Invalid API Key")
+                return _unauthorised("Invalid API Key", "invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > config.max_body_bytes:
             return ApiError(
@@ -137,7 +152,7 @@ Admin = Depends(require_admin)
 
 async def request_id(request: Request) -> str:
     """The id of a request, its client's own where that is usable."""
-    return str(request.scope.get(REQUEST_ID_KEY, ""))
+    return request_name(request.scope).id
 
 
 RequestId = Annotated[str, Depends(request_id)]
@@ -153,8 +168,8 @@ ApiKey = Annotated[str, Depends(api_key)]
 """A route's parameter for it."""
 
 
-def _unauthorised(message: str) -> ApiError:
-    return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+def _unauthorised(message: str, reason: str | None = None) -> ApiError:
+    return ApiError(401, message, reason=reason, headers={"WWW-Authenticate": "Bearer"})
 
 
 def _key_of(headers: Headers) -> str:

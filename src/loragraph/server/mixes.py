@@ -44,14 +44,16 @@ def resolve_mix(
     *,
     key: str = "",
     adapter_defaults: bool | None = None,
+    adapters_field: str = "adapters",
 ) -> RequestMix:
     """The mix of a request's fields. Reads folder and sidecars of adapters, so not on the loop.
 
     `key` is the API key that came along; `adapter_defaults` False leaves sidecars out, but for who
-    may use an adapter. ModelNotFoundError for an unknown name, PermissionDeniedError for an adapter
-    that is not for that key, FormatError for a wrong sidecar, InvalidRequestError for all else.
+    may use an adapter; `adapters_field`: where `adapters` stood. ModelNotFoundError for an unknown
+    name, PermissionDeniedError for an adapter that is not for that key, FormatError for a wrong
+    sidecar, InvalidRequestError for all else.
     """
-    mix = _choose(state, model, lora, adapters)
+    mix = _choose(state, model, lora, adapters, adapters_field)
     names = [name for name, scale in mix.scales.items() if scale != 0]
     generations = tuple(state.engine.registry.resolve_all(names))
     defaults = state.sidecars.for_mix(generations, key)
@@ -60,24 +62,26 @@ def resolve_mix(
     return replace(mix, defaults=defaults, generations=generations)
 
 
-def _choose(state: ServerState, model: str | None, lora: Any, adapters: Any) -> RequestMix:
+def _choose(
+    state: ServerState, model: str | None, lora: Any, adapters: Any, adapters_field: str
+) -> RequestMix:
     """The mix, whoever asks for it."""
     base, named = _model(state, model)
     by_lora = None if lora is None else parse_scales(state, lora, "lora")
-    by_adapters = None if adapters is None else parse_scales(state, adapters, "adapters")
+    by_adapters = None if adapters is None else parse_scales(state, adapters, adapters_field)
     shown = base if named is None else named
     chosen = by_adapters if by_lora is None else by_lora
     if by_lora is not None and by_adapters is not None and _on(by_lora) != _on(by_adapters):
         raise InvalidRequestError(
-            f"'lora' and 'adapters' disagree: {_shown(by_lora)} and {_shown(by_adapters)}",
-            param="adapters",
+            f"'lora' and '{adapters_field}' disagree: {_shown(by_lora)} and {_shown(by_adapters)}",
+            param=adapters_field,
         )
     if chosen is None:
         if named is not None:
             return RequestMix(shown, {named: default_scale(state, named)})
         return RequestMix(shown, state.default_mix, is_default=True)
     if named is not None and named not in _on(chosen):
-        field = "adapters" if by_lora is None else "lora"
+        field = adapters_field if by_lora is None else "lora"
         raise InvalidRequestError(
             f"'model' and '{field}' disagree: {named!r} and {_shown(chosen)}",
             param=field,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loragraph.errors import InvalidRequestError
+from loragraph.server.errors import fields_as_sent
 from loragraph.server.mixes import RequestMix
 from loragraph.server.state import ServerState
 from loragraph.vocab.chat import ChatTemplate
@@ -46,7 +47,8 @@ def truncated(
 ) -> list[TextPrompt]:
     """The ends of prompts, as many tokens as vLLM's `truncate_prompt_tokens` says.
 
-    -1: as many as fit before the answer.
+    -1: as many as fit before the answer, for which at most half of the limit is kept free, so that
+    an answer without an end leaves a prompt.
     """
     most = body.truncate_prompt_tokens
     if most is None:
@@ -58,7 +60,8 @@ def truncated(
         )
     if most < 0:
         wanted = body.max_completion_tokens or body.max_tokens or body.n_predict or 1
-        most = max(1, state.engine.config.sequence_limit - max(1, wanted))
+        limit = state.engine.config.sequence_limit
+        most = max(1, limit - max(1, min(wanted, limit // 2)))
     vocab = state.engine.model.vocab
     cut = [prompt.tokens[-most:] for prompt in prompts]
     return [
@@ -181,14 +184,15 @@ def prompts_of(
     state: ServerState, value: Any, *, field: str = "prompt", add_special: bool = True
 ) -> list[TextPrompt]:
     """The prompts of a field: a text, token ids, both mixed (one prompt), or a list of such."""
-    if isinstance(value, list) and value and not any(_is_id(part) for part in value):
+    with fields_as_sent({"prompt": field, "tokens": field}):
+        if not isinstance(value, list) or not value or any(_is_id(part) for part in value):
+            return [_prompt(state, value, field, add_special)]
         if len(value) > state.config.max_prompts:
             raise InvalidRequestError(
                 f"{field}: expected at most {state.config.max_prompts} prompts, got {len(value)}",
                 param=field,
             )
         return [_prompt(state, one, field, add_special) for one in value]
-    return [_prompt(state, value, field, add_special)]
 
 
 def _prompt(state: ServerState, value: Any, field: str, add_special: bool) -> TextPrompt:

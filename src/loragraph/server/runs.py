@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from loragraph.engine.engine import Engine
 from loragraph.engine.logprobs import TokenLogprob
 from loragraph.engine.request import Embedding, Event, Request, Result
 from loragraph.errors import LoragraphError
-from loragraph.server.errors import ApiError
+from loragraph.server.errors import ApiError, fields_as_sent
 from loragraph.server.mixes import RequestMix, uses_json
 from loragraph.server.state import ServerState
 
@@ -27,14 +27,22 @@ class Run:
     """A request to the engine. Belongs to the event loop; equality is identity."""
 
     def __init__(
-        self, state: ServerState, request: Request, mix: RequestMix, request_id: str, route: str
+        self,
+        state: ServerState,
+        request: Request,
+        mix: RequestMix,
+        request_id: str,
+        route: str,
+        *,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        """`route`: the path's last words, for logs and metrics."""
+        """`route`: the path's last words, for logs and metrics; `names`: of fields_as_sent()."""
         self.state = state
         self.request = request
         self.mix = mix
         self.request_id = request_id
         self.route = route
+        self.names = names or {}
         self.started = time.monotonic()
         self.first_event: float | None = None
         self.last_event: float | None = None
@@ -82,7 +90,8 @@ class Run:
         for hook in self.state.hooks:
             hook.on_start(self)
         try:
-            yield engine
+            with fields_as_sent(self.names):
+                yield engine
         except LoragraphError as error:
             self.error = error
             raise
@@ -129,21 +138,25 @@ async def do_all(runs: Sequence[Run], work: Callable[[Run], Awaitable[T]]) -> li
 
 
 async def merged_events(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """The batches of several runs as they come, each with its run's place among them."""
+    """The batches of several runs as they come, each with its run's place among them.
+
+    An empty batch is a run's end: its result may be there before its last events were read here.
+    """
     if len(runs) == 1:
         async with aclosing(runs[0].events()) as batches:
             async for batch in batches:
                 yield 0, batch
+        yield 0, []
         return
     places = asyncio.Semaphore(_places(runs))
     # Holds a batch a run at most: what else comes waits with its run, where batches join.
-    merged: asyncio.Queue[tuple[int, list[Event] | None]] = asyncio.Queue(1)
+    merged: asyncio.Queue[tuple[int, list[Event]]] = asyncio.Queue(1)
 
     async def pump(number: int, run: Run) -> None:
         async with places, aclosing(run.events()) as batches:
             async for batch in batches:
                 await merged.put((number, batch))
-        await merged.put((number, None))
+        await merged.put((number, []))
 
     tasks = [asyncio.ensure_future(pump(number, run)) for number, run in enumerate(runs)]
     running = set(tasks)
@@ -161,11 +174,9 @@ async def merged_events(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, list[E
                     await asyncio.wait({getting, *running}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 getting.cancel()
-            number, batch_or_end = getting.result()
-            if batch_or_end is None:
-                n_open -= 1
-            else:
-                yield number, batch_or_end
+            number, batch = getting.result()
+            n_open -= not batch
+            yield number, batch
     finally:
         await _ended(tasks)
 

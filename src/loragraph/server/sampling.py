@@ -7,7 +7,7 @@ do is refused unless it asks for nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from typing import Annotated, Any
 
@@ -41,6 +41,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "multimodal_data": ([],),
     "control_vector": ([],),
     "control_vectors": ([],),
+}
+# By a parameter of the engine the fields that give it, its own name first.
+_GIVEN_BY: Mapping[str, Sequence[str]] = {
+    "max_tokens": ("max_tokens", "max_completion_tokens", "n_predict"),
+    "n": ("n", "n_cmpl"),
+    "repeat_penalty": ("repeat_penalty", "repetition_penalty"),
 }
 _SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc")
 _SAMPLER_LETTERS = "edskypmxt"
@@ -143,6 +149,19 @@ def sampling_params(
         values["logit_bias"] = {**values.get("logit_bias", {}), **banned}
     values.pop("samplers", None)
     return SamplingParams(**(values | ({} if grammar is None else {"grammar": grammar}) | more))
+
+
+def sent_names(body: SamplingBody, more: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """By a parameter of the engine the field that gave it, for fields_as_sent().
+
+    `more`: fields that may give further ones; the first that was sent counts.
+    """
+    names = {}
+    for param, fields in {**_GIVEN_BY, **more}.items():
+        sent = [field for field in fields if getattr(body, field, None) is not None]
+        if sent:
+            names[param] = sent[0]
+    return names
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:

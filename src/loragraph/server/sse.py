@@ -113,7 +113,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the end, or until the client is gone; the generator is closed either way."""
         self._write = (scope.get("extensions") or {}).get(CHUNKS_KEY)
-        pump = asyncio.ensure_future(self._pump(send))
+        pump = asyncio.ensure_future(self._pump(scope, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         watch = asyncio.ensure_future(self._watch(send))
         try:
@@ -128,7 +128,7 @@ class EventStream(Response):
         elif not pump.cancelled():
             pump.result()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, scope: Scope, send: Send) -> None:
         clock, write = asyncio.get_running_loop().time, self._write
         async with aclosing(self._chunks):
             self._moved = clock()
@@ -142,9 +142,9 @@ class EventStream(Response):
                     if write is None or not write(chunk):
                         await self._put(send, chunk)
             except ApiError as error:
-                end = data(error.body) + end
+                end = data(error.body_to(scope)) + end
             except LoragraphError as error:
-                end = data(api_error(error).body) + end
+                end = data(api_error(error).body_to(scope)) + end
             finally:
                 if self._first is not None:  # before the generator can be closed
                     self._first.cancel()

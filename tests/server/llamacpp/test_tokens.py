@@ -162,3 +162,38 @@ def test_vllms_tokenize_of_a_chat(http: httpx.Client) -> None:
     assert answer["count"] == len(answer["tokens"])
     both = http.post("/tokenize", json={**chat, "prompt": "a"})
     assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "hello"}], "content": "x"}, "content"),
+        ({"messages": [{"role": "user", "content": "hello"}], "content": ["x", 5]}, "content"),
+        ({"messages": [{"role": "user", "content": "hello"}], "prompt": ""}, "prompt"),
+        ({"content": "x", "prompt": "a"}, "prompt"),
+    ],
+)
+def test_content_beside_a_chat_was_dropped(
+    http: httpx.Client, more: dict[str, Any], param: str
+) -> None:
+    """One text a request: which was meant nobody knows."""
+    answer = http.post("/tokenize", json=more)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert " and ".join(sorted(more, key=["messages", "content", "prompt"].index)) in answer.text
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_an_unknown_model_had_tokens(http: httpx.Client, route: str, body: dict[str, Any]) -> None:
+    """404, as of a request for an answer; an adapter's name is one."""
+    answer = http.post(route, json={**body, "model": "nope"})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    assert http.post(route, json={**body, "model": "alpha"}).status_code == 200

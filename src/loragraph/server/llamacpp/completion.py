@@ -17,6 +17,7 @@ from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import MAX_CHOICES, Event, Request, Result
 from loragraph.errors import InvalidRequestError
 from loragraph.server import sse
+from loragraph.server.errors import fields_as_sent
 from loragraph.server.forms import cached_grammar
 from loragraph.server.gate import ApiKey, RequestId
 from loragraph.server.llamacpp.answers import Asked, ChunkBytes, final_json
@@ -31,7 +32,7 @@ from loragraph.server.llamacpp.timed import TimedRun
 from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.routing import api_router
 from loragraph.server.runs import Run, finish_all, merged_events, while_connected
-from loragraph.server.sampling import SamplingBody, sampling_params
+from loragraph.server.sampling import SamplingBody, sampling_params, sent_names
 from loragraph.server.sidecar import Defaults
 from loragraph.server.state import ServerState, State
 
@@ -101,6 +102,9 @@ class _Maker:
         self._request_id = request_id
         self._key = key
         self._route = route
+        self._names = sent_names(body, {"logprobs": ("n_probs", "logprobs")})
+        if body.grammar is None and body.json_schema is not None:
+            self._names |= dict.fromkeys(("grammar", "pattern"), "json_schema")
 
     def completions(self) -> tuple[list[tuple[Run, Asked]], bool]:
         """A run for each prompt, and whether their answers form a list."""
@@ -144,18 +148,18 @@ class _Maker:
     def _params(self, defaults: Defaults) -> SamplingParams:
         body = self._body
         refuse_others(body.model_extra or {})
-        grammar = body.grammar or None  # "" is none
-        if body.json_schema is not None and grammar is None:
-            grammar = cached_grammar(body.json_schema)
-        own = own_sampling(body)
         n_probs = body.n_probs if body.n_probs is not None else body.logprobs
-        return sampling_params(
-            self._state,
-            own,
-            grammar=grammar,
-            defaults=defaults.params({}),
-            **({"logprobs": n_probs} if n_probs else {}),
-        )
+        with fields_as_sent(self._names):
+            grammar = body.grammar or None  # "" is none
+            if body.json_schema is not None and grammar is None:
+                grammar = cached_grammar(body.json_schema)
+            return sampling_params(
+                self._state,
+                own_sampling(body),
+                grammar=grammar,
+                defaults=defaults.params({}),
+                **({"logprobs": n_probs} if n_probs else {}),
+            )
 
     def _run(self, tokens: list[int], params: SamplingParams, mix: RequestMix) -> tuple[Run, Asked]:
         body, engine = self._body, self._state.engine
@@ -187,8 +191,8 @@ class _Maker:
         own = self._state, request, mix, self._request_id, self._route
         most_ms = body.t_max_predict_ms
         if most_ms is not None and most_ms > 0:
-            return TimedRun(*own, seconds=most_ms / 1e3), asked
-        return Run(*own), asked
+            return TimedRun(*own, seconds=most_ms / 1e3, names=self._names), asked
+        return Run(*own, names=self._names), asked
 
 
 async def _answer(
@@ -227,12 +231,9 @@ async def _chunks(state: ServerState, made: list[tuple[Run, Asked]]) -> AsyncGen
     stream = _Stream(state, made)
     async with aclosing(merged_events([run for run, _ in made])) as batches:
         async for number, events in batches:
-            chunk = stream.of(number, events) + stream.ends()
+            chunk = stream.of(number, events) if events else stream.end(number)
             if chunk:
                 yield chunk
-    chunk = stream.ends()
-    if chunk:
-        yield chunk
 
 
 class _Stream:
@@ -242,7 +243,6 @@ class _Stream:
         self._state = state
         self._vocab = state.engine.model.vocab
         self._made = made
-        self._open = dict.fromkeys(range(len(made)))
         self._counts: dict[int, int] = {}  # tokens by index
         self._forms: dict[int, ChunkBytes] = {}
 
@@ -264,16 +264,12 @@ class _Stream:
             chunks.append(form.of(event, count, has_token=not ends))
         return b"".join(chunks)
 
-    def ends(self) -> bytes:
-        """The last words of the runs that have ended since the last call."""
-        ended = [number for number in self._open if self._made[number][0].result is not None]
-        chunks: list[dict[str, Any]] = []
-        for number in ended:
-            del self._open[number]
-            run, asked = self._made[number]
-            assert run.result is not None
-            chunks += _finals(self._state, run, asked, run.result, number * run.request.n)
-        return b"".join(map(sse.data, chunks))
+    def end(self, number: int) -> bytes:
+        """The last words of a run that has ended, whose events all were told."""
+        run, asked = self._made[number]
+        assert run.result is not None, "the run has not ended"
+        finals = _finals(self._state, run, asked, run.result, number * run.request.n)
+        return b"".join(map(sse.data, finals))
 
     def _ends(self, event: Event, params: SamplingParams) -> bool:
         """Whether the event is that of a token which ends a generation, or of none."""

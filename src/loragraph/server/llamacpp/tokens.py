@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from loragraph.errors import InvalidRequestError
+from loragraph.server.errors import fields_as_sent
 from loragraph.server.gate import ApiKey
 from loragraph.server.mixes import RequestMix, resolve_mix
 from loragraph.server.openai.fields import Messages, TemplateBody, Tools
@@ -79,10 +80,9 @@ async def tokenize(body: TokenizeBody, state: State, key: ApiKey) -> dict[str, A
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, state: State) -> dict[str, Any]:
+async def detokenize(body: DetokenizeBody, state: State, key: ApiKey) -> dict[str, Any]:
     """The text of token ids; for a client of vLLM's, which names a model, by its name too."""
-    vocab = state.engine.model.vocab
-    text = await asyncio.to_thread(vocab.detokenize, body.tokens)
+    text = await asyncio.to_thread(_detokenize, state, body, key)
     return {"content": text} if body.model is None else {"content": text, "prompt": text}
 
 
@@ -120,9 +120,10 @@ def tokenize_mixed(
 
 
 def _tokenize(vocab: Vocab, body: TokenizeBody) -> list[Any]:
-    tokens = tokenize_mixed(
-        vocab, body.content, add_special=body.add_special, parse_special=body.parse_special
-    )
+    with fields_as_sent({"prompt": "content", "tokens": "content"}):
+        tokens = tokenize_mixed(
+            vocab, body.content, add_special=body.add_special, parse_special=body.parse_special
+        )
     if not body.with_pieces:
         return tokens
     return [{"id": token, "piece": _piece(vocab.piece(token))} for token in tokens]
@@ -131,11 +132,15 @@ def _tokenize(vocab: Vocab, body: TokenizeBody) -> list[Any]:
 def _tokenize_as_vllm(state: ServerState, body: TokenizeBody, key: str) -> dict[str, Any]:
     """Its default is a text with what the vocabulary adds to one."""
     vocab = state.engine.model.vocab
-    if body.prompt is not None and (body.messages is not None or body.content):
+    given = ["messages"] * (body.messages is not None) + ["content"] * bool(body.content)
+    given += ["prompt"] * (body.prompt is not None)
+    if len(given) > 1:
         raise InvalidRequestError(
-            "expected one of 'content', 'prompt' and 'messages', got more", param="prompt"
+            f"expected one of 'content', 'prompt' and 'messages', got {' and '.join(given)}",
+            param=given[-1],
         )
     if body.prompt is not None:
+        _require_model(state, body.model, key)
         begins = body.add_special_tokens is not False
         tokens = vocab.tokenize(body.prompt, add_special=begins, parse_special=True)
     else:
@@ -159,6 +164,17 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
+def _detokenize(state: ServerState, body: DetokenizeBody, key: str) -> str:
+    _require_model(state, body.model, key)
+    return state.engine.model.vocab.detokenize(body.tokens)
+
+
+def _require_model(state: ServerState, model: str | None, key: str) -> None:
+    """ModelNotFoundError, PermissionDeniedError: as a request for an answer of that model."""
+    if model is not None:
+        resolve_mix(state, model, key=key)
+
+
 def _mix(state: ServerState, body: ApplyTemplateBody, key: str) -> RequestMix:
     return resolve_mix(
         state,
@@ -175,4 +191,5 @@ def _render(state: ServerState, body: ApplyTemplateBody, key: str) -> str:
 
 
 def _chat_tokens(state: ServerState, body: ApplyTemplateBody, key: str) -> list[int]:
-    return chat_prompt(state, _mix(state, body, key), body).tokens
+    with fields_as_sent({"prompt": "messages"}):
+        return chat_prompt(state, _mix(state, body, key), body).tokens

@@ -18,7 +18,7 @@ from loragraph.server.forms import cached_grammar, call_schema, grammar_of
 from loragraph.server.gate import ApiKey, RequestId
 from loragraph.server.openai.fields import ChatBody
 from loragraph.server.openai.logprobs import chat_logprobs, of_events, prompt_logprobs_json
-from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
+from loragraph.server.openai.prepare import as_sent, head, id_of, make_run, mix_of, wants_usage
 from loragraph.server.openai.stream import Fields, chunks
 from loragraph.server.prompts import chat_prompt, tools_of, truncated
 from loragraph.server.routing import api_router
@@ -27,6 +27,7 @@ from loragraph.server.sampling import sampling_params
 from loragraph.server.state import ServerState, State
 from loragraph.server.tool_deltas import CallDeltas
 from loragraph.server.tools import Parsed, ToolParser, control_texts, parser_for
+from loragraph.vocab.stream import TextStream
 
 router = api_router(tags=["openai"])
 
@@ -38,8 +39,8 @@ class _Chat:
     state: ServerState
     body: ChatBody
     run: Run
-    new_parser: Callable[[], ToolParser] | None  # None: no tools
-    marks: dict[int, str]  # control tokens that the parser has to see
+    new_parser: Callable[[], ToolParser] | None  # None: calls stay in the text
+    marks: dict[int, str]  # control tokens that belong to the text of calls
 
     @property
     def head(self) -> dict[str, Any]:
@@ -50,6 +51,11 @@ class _Chat:
         if _n_logprobs(self.body) is None:
             return None
         return self.logprobs_of(of_events(events))
+
+    def end_mark(self, token: int) -> str:
+        """The mark that ends a text, where what ends it is wanted."""
+        wanted = self.run.request.params.include_stop_str_in_output
+        return self.marks.get(token, "") if wanted else ""
 
     def logprobs_of(self, found: Iterable[TokenLogprob]) -> dict[str, Any]:
         post = bool(self.body.post_sampling_probs)
@@ -62,7 +68,9 @@ async def chat_completions(
     body: ChatBody, http: HttpRequest, state: State, request_id: RequestId, key: ApiKey
 ) -> Response:
     """An answer to a chat, whole or as a stream of chunks."""
-    chat = await asyncio.to_thread(_prepare, state, body, request_id, key)
+    chat = await asyncio.to_thread(
+        as_sent, _prepare, state, body, id_of(http, body, request_id), key
+    )
     if body.stream:
         return await sse.event_stream(
             _chunks(chat),
@@ -77,6 +85,11 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
     body.check()
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs: only with 'logprobs': true", param="top_logprobs")
+    if body.top_logprobs is not None and (body.n_probs or body.top_logprobs) != body.top_logprobs:
+        raise InvalidRequestError(
+            f"'top_logprobs' and 'n_probs' disagree: {body.top_logprobs} and {body.n_probs}",
+            param="n_probs",
+        )
     mix = mix_of(state, body, key)
     [prompt] = truncated(state, body, [chat_prompt(state, mix, body)])
     grammar = grammar_of(body)
@@ -96,24 +109,26 @@ def _prepare(state: ServerState, body: ChatBody, request_id: str, key: str) -> _
         *(state, body, mix, prompt.tokens, params, request_id, "chat"), body.prompt_logprobs
     )
     template = mix.template(state)
-    if template is None or not tools_of(template, body) or body.parse_tool_calls is False:
+    if template is None or not tools_of(template, body):
         return _Chat(state, body, run, None, {})
+    texts_have_marks = body.skip_special_tokens is False
+    marks = {} if texts_have_marks else _marks(state, template.source)
+    if body.parse_tool_calls is False:
+        return _Chat(state, body, run, None, marks)
     names = frozenset(tool.function.name for tool in body.tools or ())
 
     def new_parser() -> ToolParser:
         deltas = CallDeltas(names, _n_most_calls(body)) if body.stream else None
         return parser_for(template.source, names, forced=forced is not None, deltas=deltas)
 
-    texts_have_marks = body.skip_special_tokens is False
-    marks = {} if texts_have_marks else _marks(state, template.source)
     return _Chat(state, body, run, new_parser, marks)
 
 
 def _n_logprobs(body: ChatBody) -> int | None:
     """How many candidates are told beside each token; None: none, nor the token's own."""
-    if body.logprobs:
-        return body.top_logprobs or 0
-    return body.n_probs or None
+    if not body.logprobs:
+        return body.n_probs or None
+    return (body.n_probs or 0) if body.top_logprobs is None else body.top_logprobs
 
 
 def _n_most_calls(body: ChatBody) -> int | None:
@@ -147,10 +162,12 @@ def _answer(chat: _Chat, result: Result) -> dict[str, Any]:
 
 
 def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    text = _marked_text(chat, choice)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
     reason: str = choice.finish_reason
     if chat.new_parser is not None:
-        parsed = _parsed(chat, chat.new_parser(), choice)
+        parser = chat.new_parser()
+        parsed = parser.feed(text) + parser.flush()
         message["content"] = parsed.text or None
         if parsed.calls:
             message["tool_calls"] = [
@@ -173,20 +190,21 @@ def _choice(chat: _Chat, choice: Choice) -> dict[str, Any]:
     return out
 
 
-def _parsed(chat: _Chat, parser: ToolParser, choice: Choice) -> Parsed:
-    """Text and calls of a whole answer."""
-    text = choice.text
-    if chat.marks.keys() & set(choice.tokens):  # the text lacks the control tokens
-        vocab = chat.state.engine.model.vocab
-        data = b"".join(
-            chat.marks[token].encode() if token in chat.marks else vocab.piece(token, special=False)
-            for token in choice.tokens
-        )
-        text = data.decode("utf-8", "replace")
-        if choice.stop_string is not None:
-            before, stop, _ = text.partition(choice.stop_string)
-            text = before + (stop if chat.body.include_stop_str_in_output else "")
-    return parser.feed(text) + parser.flush()
+def _marked_text(chat: _Chat, choice: Choice) -> str:
+    """The text of a whole answer with the marks that the engine leaves out: as a stream has it."""
+    if chat.marks.keys().isdisjoint((*choice.tokens, choice.stop_token)):
+        return choice.text
+    vocab, params = chat.state.engine.model.vocab, chat.run.request.params
+    stream = TextStream(params.stop, keep_stop=params.include_stop_str_in_output)
+    text = ""
+    for number, token in enumerate(choice.tokens, 1):
+        piece = vocab.piece(token, special=False)
+        text += stream.feed(piece, may_stop=number > params.min_tokens)
+        text += chat.marks.get(token, "")
+    if choice.stop_token is None:
+        return text + stream.flush()
+    text += stream.end(vocab.piece(choice.stop_token, special=False))
+    return text + chat.end_mark(choice.stop_token)
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -203,6 +221,7 @@ class _ChoiceDeltas:
         self._begun = False
         self._plain = (
             self._parser is None
+            and not chat.marks
             and _n_logprobs(chat.body) is None
             and not chat.body.return_token_ids
         )
@@ -250,11 +269,21 @@ class _ChoiceDeltas:
         return deltas + [{"tool_calls": [delta.to_json()]} for delta in parsed.deltas]
 
     def _feed(self, event: Event) -> Parsed:
+        text = event.piece + self._mark(event)
         if self._parser is None:
-            return Parsed(event.piece)
-        mark = "" if event.token is None else self._chat.marks.get(event.token, "")
-        parsed = self._parser.feed(event.piece + mark)
+            return Parsed(text)
+        parsed = self._parser.feed(text)
         return parsed if event.finish_reason is None else parsed + self._parser.flush()
+
+    def _mark(self, event: Event) -> str:
+        """The text of a control token that marks calls."""
+        chat = self._chat
+        if event.token is None or event.token not in chat.marks:
+            return ""
+        stops = *chat.run.request.params.stop_token_ids, *chat.state.engine.model.vocab.eog_tokens
+        if event.finish_reason == "stop" and event.token in stops:
+            return chat.end_mark(event.token)
+        return chat.marks[event.token]
 
     def _entry(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}

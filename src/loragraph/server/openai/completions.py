@@ -25,7 +25,7 @@ from loragraph.server.openai.logprobs import (
     of_events,
     prompt_logprobs_json,
 )
-from loragraph.server.openai.prepare import head, make_run, mix_of, wants_usage
+from loragraph.server.openai.prepare import as_sent, head, id_of, make_run, mix_of, wants_usage
 from loragraph.server.openai.stream import Fields, chunks
 from loragraph.server.prompts import TextPrompt, prompts_of, truncated
 from loragraph.server.routing import api_router
@@ -57,7 +57,9 @@ async def completions(
     body: CompletionBody, http: HttpRequest, state: State, request_id: RequestId, key: ApiKey
 ) -> Response:
     """What follows a prompt, or each of several, whole or as a stream of chunks."""
-    job = await asyncio.to_thread(_prepare, state, body, request_id, key)
+    job = await asyncio.to_thread(
+        as_sent, _prepare, state, body, id_of(http, body, request_id), key
+    )
     if body.stream:
         return await sse.event_stream(
             _chunks(job),
@@ -80,6 +82,11 @@ def _prepare(state: ServerState, body: CompletionBody, request_id: str, key: str
         raise InvalidRequestError(
             "best_of: the best answers are known at the end, so they cannot be streamed",
             param="best_of",
+        )
+    if body.logprobs is not None and body.n_probs not in (None, body.logprobs):
+        raise InvalidRequestError(
+            f"'logprobs' and 'n_probs' disagree: {body.logprobs} and {body.n_probs}",
+            param="n_probs",
         )
     n_logprobs = body.n_probs if body.logprobs is None else body.logprobs
     if body.post_sampling_probs and (best_of > n or (body.echo and n_logprobs is not None)):

@@ -74,6 +74,7 @@ def _prepare(state: ServerState, body: EmbeddingBody, request_id: str, key: str)
             mix,
             request_id,
             "embeddings",
+            names={"prompt": "input"},
         )
         for prompt in prompts_of(state, body.input, field="input")
     ]

@@ -4,18 +4,77 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from fastapi import Request as HttpRequest
 
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.request import Request
 from loragraph.errors import InvalidRequestError
+from loragraph.server.errors import fields_as_sent
+from loragraph.server.gate import request_name
 from loragraph.server.mixes import RequestMix, resolve_mix
-from loragraph.server.openai.fields import GenerationBody
+from loragraph.server.openai.fields import ChatBody, GenerationBody
 from loragraph.server.routing import own_version
 from loragraph.server.runs import Run
+from loragraph.server.sampling import sent_names
 from loragraph.server.state import ServerState
 
 _FINGERPRINT = f"loragraph-{own_version()}"
+
+_FORM_PARAMS = ("grammar", "json_schema", "pattern")
+
+B = TypeVar("B", bound=GenerationBody)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def as_sent(
+    prepare: Callable[Concatenate[ServerState, B, P], T],
+    state: ServerState,
+    body: B,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """What `prepare` makes of a body; its errors name the body's fields."""
+    with fields_as_sent(field_names(body)):
+        return prepare(state, body, *args, **kwargs)
+
+
+def field_names(body: GenerationBody) -> dict[str, str]:
+    """The fields of a body by what the rest of the program calls them, where that differs."""
+    more: dict[str, tuple[str, ...]] = {"adapters": ("adapters", "lora_path")}
+    if isinstance(body, ChatBody):
+        more |= {"logprobs": ("top_logprobs", "n_probs"), "prompt": ("messages",)}
+    else:
+        more |= {"logprobs": ("logprobs", "n_probs")}
+    names, form = sent_names(body, more), _form(body)
+    if form is not None:
+        names |= {name: form for name in _FORM_PARAMS if getattr(body, name, None) is None}
+    return names
+
+
+def _form(body: GenerationBody) -> str | None:
+    """The field that says what form the answer takes."""
+    if body.grammar is not None:
+        return "grammar"
+    if body.json_schema is not None:
+        return "json_schema"
+    for field in body.forms():
+        return field
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
+    return "tools" if forced else None
+
+
+def id_of(http: HttpRequest, body: GenerationBody, request_id: str) -> str:
+    """The id that a request goes by: its body's, in its header's place, for log and answer too."""
+    if body.request_id is None:
+        return request_id
+    request_name(http.scope).id = body.request_id
+    return body.request_id
 
 
 def mix_of(state: ServerState, body: GenerationBody, key: str) -> RequestMix:
@@ -27,6 +86,7 @@ def mix_of(state: ServerState, body: GenerationBody, key: str) -> RequestMix:
         adapters_of(body),
         key=key,
         adapter_defaults=body.adapter_defaults,
+        adapters_field="adapters" if body.lora_path is None else "lora_path",
     )
 
 
@@ -51,10 +111,7 @@ def make_run(
     prompt_logprobs: int | None = None,
     n: int | None = None,
 ) -> Run:
-    """A run of one prompt; `n`: its choices, where they are not those of the body.
-
-    `request_id`: where the body names none itself.
-    """
+    """A run of one prompt; `n`: its choices, where they are not those of the body."""
     salt = body.cache_salt or ""
     if body.cache_prompt is False:
         salt = f"{salt}/{secrets.token_hex(8)}"  # nobody else's, so nothing is found
@@ -68,7 +125,8 @@ def make_run(
         prompt_logprobs=prompt_logprobs,
         generations=mix.generations,
     )
-    return Run(state, request, mix, body.request_id or request_id, route)
+    names = field_names(body)
+    return Run(state, request, mix, request_id, route, names=names)
 
 
 def head(prefix: str, kind: str, request_id: str, model: str) -> dict[str, Any]:

@@ -34,11 +34,12 @@ async def chunks(
     `choices` are those of all runs in turn. Of several runs, the last chunk of each tells it.
     """
     n = len(choices) // len(runs)
+    n_open = [n] * len(runs)  # choices of each that have not ended
     last: dict[int, Fields] = {}  # of each run: waits, so that it can tell what made the answer
     async with aclosing(merged_events(runs)) as batches:
         async for number, batch in batches:
             # an event a token, and all that are there in one piece
-            out = [chunk.data(**fields) for fields in _ended(runs, last)]
+            out: list[bytes] = []
             for event in batch:
                 choice = choices[number * n + event.index]
                 text = choice.text(event)
@@ -47,36 +48,29 @@ async def chunks(
                         out.append(choice.form.of(text))
                     continue
                 for fields in choice.of(event):
-                    if fields["choices"][0]["finish_reason"] is None:
+                    n_open[number] -= fields["choices"][0]["finish_reason"] is not None
+                    if n_open[number]:
                         out.append(chunk.data(**fields))
-                        continue
-                    if number in last:
-                        out.append(chunk.data(**last[number]))
-                    last[number] = fields
+                    else:
+                        last[number] = fields
+            if not batch and number in last:
+                fields = last.pop(number)
+                out.append(chunk.data(**_with_own(fields, runs[number], in_choice=len(runs) > 1)))
             if out:
                 yield b"".join(out)
-    for fields in _ended(runs, last):
-        yield chunk.data(**fields)
     if with_usage:
         results = [run.result for run in runs if run.result is not None]
         yield chunk.data(choices=[], usage=usage_json(results))
 
 
-def _ended(runs: Sequence[Run], last: dict[int, Fields]) -> list[Fields]:
-    """The last chunks of runs whose results are there, taken out of `last`.
+def _with_own(fields: Fields, run: Run, *, in_choice: bool) -> Fields:
+    """A run's last chunk with what made the answer.
 
-    What made an answer stands beside its choice, or in it where there are several runs, as in
-    whole answers.
+    It stands beside its choice, or in it where there are several runs, as in whole answers.
     """
-    out: list[Fields] = []
-    for number in list(last):
-        result = runs[number].result
-        if result is None:
-            continue
-        fields, own = last.pop(number), own_json(result)
-        if len(runs) == 1:
-            out.append({**fields, **own})
-        else:
-            [entry] = fields["choices"]
-            out.append({**fields, "choices": [{**entry, **own}]})
-    return out
+    assert run.result is not None, "the run has not ended"
+    own = own_json(run.result)
+    if not in_choice:
+        return {**fields, **own}
+    [entry] = fields["choices"]
+    return {**fields, "choices": [{**entry, **own}]}

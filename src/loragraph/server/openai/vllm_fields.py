@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from loragraph.errors import InvalidRequestError
+from loragraph.server.gate import REQUEST_ID_PATTERN
 from loragraph.server.sampling import Body
 
 MAX_GUIDED_CHOICES = 1000
@@ -44,6 +45,11 @@ class StructuredOutputs(BaseModel):
     disable_fallback: Any = None
     disable_any_whitespace: Any = None
     disable_additional_properties: Any = None
+    whitespace_pattern: Any = None
+    backend: Any = Field(None, alias="_backend")
+    backend_was_auto: Any = Field(None, alias="_backend_was_auto")
+    # Refused.
+    structural_tag: Any = None
 
 
 class VllmBody(Body):
@@ -59,7 +65,7 @@ class VllmBody(Body):
     lora_path: str | list[str | None] | None = None  # SGLang's: names of adapters
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = None
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")] | None = None
     # Ignored.
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
@@ -110,6 +116,10 @@ class VllmBody(Body):
                 raise InvalidRequestError(
                     f"{name}: not supported{_HINTS.get(name, '')}", param=name
                 )
+        inner = self.structured_outputs
+        if inner is not None and inner.structural_tag is not None:
+            name = "structured_outputs.structural_tag"
+            raise InvalidRequestError(f"{name}: not supported", param=name)
 
     def adapter_names(self) -> list[str] | None:
         """Those of `lora_path`; None: not said."""
