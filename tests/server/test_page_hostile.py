@@ -80,7 +80,13 @@ def test_names_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
 
         assert page.page.get_by_role("article").get_by_role("alert").all_inner_texts() == []
         expect(page.page.locator("main img, main svg, main script")).to_have_count(0)
-        assert page.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.page.evaluate("document.documentElement.scrollWidth") <= 390, (
+            page.page.evaluate(
+                "[...document.querySelectorAll('*')]"
+                ".filter((one) => one.getBoundingClientRect().right > 390)"
+                ".map((one) => `${one.tagName}.${one.className}: ${one.textContent.slice(0, 40)}`)"
+            )
+        )
         page.check()
 
 
