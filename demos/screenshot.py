@@ -15,9 +15,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from demos.demo import ADAPTERS, find_base
 from tests.server.browser import ARGUMENTS, chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = ("Why is the sky blue?",) * 3  # the figures need a past
@@ -95,14 +99,23 @@ def take(url: str, path: str, options: argparse.Namespace) -> None:
         page.get_by_label("Max. tokens").fill(str(options.n_predict))
         page.locator("#settings-toggle").click()
         for question in QUESTIONS:
-            page.get_by_label("Question").fill(question)
-            page.keyboard.press("Enter")
-            page.locator(".column.busy").first.wait_for()
-            page.locator("#send:enabled").wait_for()
+            ask(page, question)
             page.wait_for_timeout(1500)  # until the figures are those of the end
         page.mouse.move(2, options.height - 2)
         page.screenshot(path=options.output)
         browser.close()
+
+
+def ask(page: Page, question: str) -> None:
+    """Asks once; returns when every column has finished an answer that was not there before.
+
+    An answer may be over before anybody sees it begin, so what is waited for stays.
+    """
+    page.evaluate("for (const one of document.querySelectorAll('p.text')) one.dataset.old = ''")
+    page.get_by_label("Question").fill(question)
+    page.keyboard.press("Enter")
+    answered = page.locator(".column:has(p.text[aria-busy=false]:not([data-old]))")
+    answered.nth(page.locator(".column").count() - 1).wait_for()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def test_names_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
         for name in NAMES:
             page.column(name).first.wait_for()
         page.ask("Why?")
-        page.page.locator(".column.busy").first.wait_for(state="detached")
+        columns = page.page.locator(".column").count()
+        expect(page.page.locator("p.text:last-child[aria-busy=false]")).to_have_count(columns)
 
         assert page.page.get_by_role("article").get_by_role("alert").all_inner_texts() == []
         expect(page.page.locator("main img, main svg, main script")).to_have_count(0)
