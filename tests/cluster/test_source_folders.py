@@ -5,7 +5,6 @@ under one digest, and never a pickle.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,33 +20,10 @@ from loragraph.cluster.sources import SourceOptions, Sources, adapter_check
 from loragraph.errors import LoragraphError, SourceError, UnsupportedError
 from loragraph.ggml.lib import Library
 from tests.cluster.http_files import FileServer, cut_first, file_server, ranged
+from tests.cluster.peft_files import MLX, PEFT, SHARDS, Files, folder, weights
 
-PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
-SHARDS = [f"adapter_model-{i}-of-2.safetensors" for i in (1, 2)]
-Files = dict[str, bytes]
 Put = Callable[[Files], str]
 """Puts files into a folder; the source that names it."""
-
-
-def weights(*names: str) -> bytes:
-    """A file of safetensors with these tensors."""
-    header = json.dumps(
-        {
-            name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
-            for i, name in enumerate(names)
-        }
-    ).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(4 * len(names))
-
-
-def folder(*names: str) -> Files:
-    """An adapter's files, its weights in files of these names."""
-    files = {CONFIG: b'{"peft_type": "LORA"}'}
-    files |= {name: weights(f"t{i}") for i, name in enumerate(names)}
-    if len(names) > 1:
-        index = {"weight_map": {f"t{i}": name for i, name in enumerate(names)}}
-        files[INDEX] = json.dumps(index).encode()
-    return files
 
 
 @pytest.fixture

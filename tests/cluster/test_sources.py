@@ -407,7 +407,7 @@ def test_a_file_system_of_fsspec(options: SourceOptions) -> None:
         assert got.path.read_bytes() == DATA
     with pytest.raises(SourceError, match="no such file"):
         sources.fetch("memory://dir/none")
-    with pytest.raises(SourceError, match="got a folder"):
+    with pytest.raises(SourceError, match="expected a folder of PEFT or MLX"):
         sources.fetch("memory://dir")
     files.rm("/dir", recursive=True)
 

@@ -117,6 +117,11 @@ class DiskCache:
         finally:
             os.close(lock)
 
+    def discard(self, key: str) -> None:
+        """Whatever there is of an unfinished fetch: names that begin with `key` and a dot."""
+        for path in self.parts.glob(f"{key}.*"):
+            _remove(path)
+
     def used_bytes(self) -> int:
         """Bytes of all that is complete."""
         return sum(size_of(path) for path in self.blobs.iterdir())

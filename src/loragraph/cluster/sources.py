@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,18 +17,19 @@ from urllib.parse import unquote, urlsplit
 from loragraph.adapters.convert.safetensors import read_header as read_safetensors_header
 from loragraph.adapters.convert.source import locate, read_config
 from loragraph.adapters.gguf import read_header as read_gguf_header
-from loragraph.cluster.cache import DiskCache, Fetched, digest_of, size_of, writing, wrong_digest
+from loragraph.cluster.cache import DiskCache, Fetched, digest_of, wrong_digest
 from loragraph.cluster.content import redacted
-from loragraph.cluster.folder import take_folder
+from loragraph.cluster.folder import FolderFetch
+from loragraph.cluster.transfer import Transfer, late
 from loragraph.cluster.transports import (
     SCHEMES,
     CutError,
+    FolderError,
+    ForbiddenError,
     FSSpec,
     Http,
     LocalFile,
-    MissingFileError,
-    Stream,
-    Transport,
+    Origin,
 )
 from loragraph.errors import (
     ConfigError,
@@ -36,7 +37,6 @@ from loragraph.errors import (
     InvalidRequestError,
     LoragraphError,
     PermissionDeniedError,
-    SourceError,
 )
 from loragraph.ggml.lib import Library
 
@@ -44,7 +44,6 @@ Check = Callable[[Path], object]
 """Raises for a file or folder that is no adapter."""
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://.+", re.DOTALL)
-_MAX_BACKOFF_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +71,18 @@ class Sources:
     """Fetches adapters; for any thread."""
 
     def __init__(
-        self, options: SourceOptions, check: Check, *, sleep: Callable[[float], None] = time.sleep
+        self,
+        options: SourceOptions,
+        check: Check,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`check` sees each file before it is used; see adapter_check()."""
         self._options = options
         self._check = check
         self._sleep = sleep
+        self._clock = clock
         self._cache = DiskCache(options.cache_dir, options.max_cache_bytes)
         self._lock = threading.Lock()
         self._running: dict[tuple[str, str], Future[str]] = {}
@@ -117,7 +122,7 @@ class Sources:
             try:
                 return running.result(2 * self._options.max_fetch_s)
             except TimeoutError as error:
-                raise self._late(source) from error
+                raise late(redacted(source), self._options.max_fetch_s) from error
         try:
             fetched = self._fetch(source, digest)
         except BaseException as error:
@@ -131,124 +136,45 @@ class Sources:
                 del self._running[key]
 
     def _fetch(self, source: str, digest: str) -> Fetched:
-        deadline = time.monotonic() + self._options.max_fetch_s
+        options = self._options
+        transfer = Transfer(
+            options.max_file_bytes,
+            options.max_tries,
+            options.max_fetch_s,
+            self._clock() + options.max_fetch_s,
+            self._sleep,
+            self._clock,
+        )
         key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-        with self._cache.locked(key[:3], self._options.max_fetch_s):
+        with self._cache.locked(key[:3], options.max_fetch_s):
             if digest and (found := self._cache.get(digest)):
                 return found  # another process was first
-            part = self._cache.parts / f"{key}.part"
-            if self._is_folder(source):
-                self._fetch_folder(source, part, deadline)
-            else:
-                limit = self._options.max_file_bytes
-                self._fetch_file(source, part, deadline, limit, can_mix=bool(digest))
-            got = digest_of(part)
             try:
+                part = self._fetch_part(source, key, transfer, can_mix=bool(digest))
+                got = digest_of(part)
                 if digest and got != digest:
                     raise wrong_digest(redacted(source), digest, got)
                 self._check(part)
-                return self._cache.publish(part, got)
-            finally:
-                _discard(part)
+                fetched = self._cache.publish(part, got)
+            except (CutError, DeadlineError, ForbiddenError):
+                raise  # the next fetch goes on with what has come
+            except LoragraphError:
+                self._cache.discard(key)
+                raise
+            self._cache.discard(key)
+            return fetched
 
-    def _fetch_folder(self, source: str, part: Path, deadline: float) -> None:
-        """The files of an adapter; one that is there from an earlier try is resumed."""
-        with writing(part):
-            _discard(part)
-            part.mkdir()
-
-        def take(name: str) -> bool:
-            self._check_time(source, deadline)  # empty files have no chunk after which it is asked
-            file = self._cache.parts / f"{part.name}.{name}"
-            left = self._options.max_file_bytes - size_of(part)
-            try:
-                self._fetch_file(_inside(source, name), file, deadline, left, can_mix=False)
-            except (MissingFileError, InvalidRequestError):
-                _discard(file)
-                return False
-            with writing(part):
-                file.replace(part / name)
-            _discard(file)
-            return True
-
-        def is_there(name: str) -> bool:
-            try:
-                inside = _inside(source, name)
-                with self._transport(inside).open(self._url(inside), 0, ""):
-                    return True
-            except (MissingFileError, InvalidRequestError):
-                return False
-
-        try:
-            take_folder(part, take, is_there, redacted(source))
-        except LoragraphError:
-            _discard(part)
-            raise
-
-    def _fetch_file(
-        self, source: str, part: Path, deadline: float, limit: int, *, can_mix: bool
-    ) -> None:
-        """Into `part`, on from what is there of it; `can_mix`: a digest tells if that was wrong."""
-        n_failures, url = 0, self._url(source)
-        transport = self._transport(source)
-        with writing(part):
-            part.touch(mode=0o600)
-        while True:
-            have = part.stat().st_size
-            tag = _read_tag(part)
-            start = have if tag or can_mix else 0
-            try:
-                with transport.open(url, start, tag) as stream:
-                    self._take(source, stream, part, deadline, limit)
-                return
-            except CutError:
-                n_failures = 1 if part.stat().st_size > have else n_failures + 1
-                if n_failures >= self._options.max_tries:
-                    raise
-                if part.stat().st_size <= have:  # nothing came: perhaps the range is refused
-                    _discard(part)
-                    part.touch(mode=0o600)
-            self._wait(source, n_failures, deadline)
-
-    def _take(self, source: str, stream: Stream, part: Path, deadline: float, limit: int) -> None:
-        """Writes a stream; CutError where it is shorter than it said."""
-        if stream.total is not None and stream.total > limit:
-            _discard(part)
-            raise self._too_large(source, stream.total)
-        with writing(part), open(part, "r+b") as file:
-            file.truncate(stream.start)
-            file.seek(stream.start)
-            _tag_path(part).write_text(stream.tag, encoding="utf-8")
-            n_bytes = stream.start
-            for chunk in stream.chunks:
-                n_bytes += len(chunk)
-                if n_bytes > limit:
-                    _discard(part)
-                    raise self._too_large(source, n_bytes)
-                file.write(chunk)
-                self._check_time(source, deadline)
-        if stream.total is not None and n_bytes != stream.total:
-            raise CutError(f"expected {stream.total} bytes, got {n_bytes}", source=redacted(source))
-
-    def _wait(self, source: str, n_failures: int, deadline: float) -> None:
-        self._check_time(source, deadline)
-        self._sleep(min(0.05 * 2**n_failures, _MAX_BACKOFF_S))
-
-    def _check_time(self, source: str, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            raise self._late(source)
-
-    def _late(self, source: str) -> DeadlineError:
-        return DeadlineError(
-            f"{redacted(source)}: expected to have it within {self._options.max_fetch_s:g} s",
-            hint="what is there of it is kept, so asking again goes on from there",
-        )
-
-    def _too_large(self, source: str, size: int) -> SourceError:
-        return SourceError(
-            f"expected at most {self._options.max_file_bytes} bytes, got {size} or more",
-            source=redacted(source),
-        )
+    def _fetch_part(self, source: str, key: str, transfer: Transfer, *, can_mix: bool) -> Path:
+        """A file, or a folder: where the URL does not say so, its store may."""
+        file, folder = self._cache.parts / f"{key}.part", self._cache.parts / f"{key}.folder"
+        if not self._is_folder(source):
+            with contextlib.suppress(FolderError):
+                limit = self._options.max_file_bytes
+                transfer.file(self._origin(source), file, limit, can_mix=can_mix)
+                return file
+        shown = redacted(source)
+        FolderFetch(transfer, lambda n: self._origin(_inside(source, n)), folder, shown).run()
+        return folder
 
     def _check_source(self, source: str) -> None:
         """Its scheme is allowed; a path lies inside the shared folder."""
@@ -302,18 +228,16 @@ class Sources:
             return self._confined(source).is_dir()
         return urlsplit(source).path.endswith("/")
 
-    def _url(self, source: str) -> str:
-        return str(self._confined(source)) if _scheme(source) == "file" else source
-
-    def _transport(self, source: str) -> Transport:
-        scheme = _scheme(source)
+    def _origin(self, source: str) -> Origin:
+        scheme, shown = _scheme(source), redacted(source)
         if scheme == "file":
-            return LocalFile()
+            return Origin(shown, str(self._confined(source)), LocalFile())
         storage = self._options.storage
         if scheme in ("http", "https"):
             headers = storage.get(scheme, {}).get("headers", {})
-            return Http(self._options.schemes, self._options.timeout_s, headers)
-        return FSSpec(storage)
+            http = Http(self._options.schemes, self._options.timeout_s, headers)
+            return Origin(shown, source, http)
+        return Origin(shown, source, FSSpec(storage))
 
 
 def adapter_check(lib: Library) -> Check:
@@ -340,23 +264,3 @@ def _inside(folder: str, name: str) -> str:
     """A file of a folder, in front of the query of a URL."""
     head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
     return f"{head.rstrip('/')}/{name}{mark}{query}"
-
-
-def _tag_path(part: Path) -> Path:
-    return part.with_name(f"{part.name}.tag")
-
-
-def _read_tag(part: Path) -> str:
-    try:
-        return _tag_path(part).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
-
-
-def _discard(part: Path) -> None:
-    """A part and its tag."""
-    _tag_path(part).unlink(missing_ok=True)
-    if part.is_dir():
-        shutil.rmtree(part, ignore_errors=True)
-    else:
-        part.unlink(missing_ok=True)

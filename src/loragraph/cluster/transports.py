@@ -5,6 +5,7 @@ for HTTP. Messages name a source without what signs it.
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import os
 import re
@@ -35,8 +36,6 @@ PACKAGES = {
 CHUNK_BYTES = 1 << 20
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
-_MISSING = (403, 404, 410)
-_RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -44,8 +43,20 @@ class CutError(SourceError):
     """The transfer ended early; it may be tried again from where it ended."""
 
 
+class RangeError(CutError):
+    """Not the range that was asked for: the content is another one, or ranges are not served."""
+
+
 class MissingFileError(SourceError):
     """There is no such file, or none that may be read; some servers do not tell them apart."""
+
+
+class ForbiddenError(MissingFileError):
+    """It may not be read, perhaps no longer; or there is none, and that is a secret."""
+
+
+class FolderError(SourceError):
+    """There is a folder of this name in place of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,21 @@ class Transport(Protocol):
     @contextmanager
     def open(self, url: str, start: int, tag: str) -> Iterator[Stream]:
         """From `start` on if the content has `tag` still, else from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where one file stands."""
+
+    shown: str  # in messages
+    url: str = field(repr=False)  # for `transport`
+    transport: Transport
+
+    @contextmanager
+    def open(self, start: int, tag: str) -> Iterator[Stream]:
+        """As Transport.open()."""
+        with self.transport.open(self.url, start, tag) as stream:
+            yield stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +163,16 @@ class Http:
         return out | dict(self.headers) if same_host else out
 
 
+_KINDS: dict[int, type[SourceError]] = {
+    403: ForbiddenError,
+    404: MissingFileError,
+    410: MissingFileError,
+    416: RangeError,
+    **dict.fromkeys((408, 425, 429, 500, 502, 503, 504), CutError),
+}
+"""What may help against a status; SourceError: nothing."""
+
+
 def _stream(url: str, response: http.client.HTTPResponse, start: int, tag: str) -> Stream:
     """What an answer's status and headers say."""
     got_tag = _tag(response)
@@ -148,9 +184,8 @@ def _stream(url: str, response: http.client.HTTPResponse, start: int, tag: str) 
         found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if found and int(found[1]) == start and (not tag or got_tag in ("", tag)):
             return Stream(start, int(found[3]), got_tag or tag, _chunks(url, response))
-        raise CutError("expected the range that was asked for", source=redacted(url))
-    kind = CutError if response.status in (*_RETRIED, 416) else SourceError
-    raise (MissingFileError if response.status in _MISSING else kind)(
+        raise RangeError("expected the range that was asked for", source=redacted(url))
+    raise _KINDS.get(response.status, SourceError)(
         f"expected a file, got status {response.status}",
         source=redacted(url),
         hint="does it exist, and has this replica a right to it?",
@@ -239,24 +274,25 @@ class FSSpec:
 
     @contextmanager
     def open(self, url: str, start: int, tag: str) -> Iterator[Stream]:
-        """SourceError for whatever the file system says."""
+        """CutError for whatever may be over the next time, else SourceError."""
         fsspec = _fsspec(redacted(url))
         with _translated(url):
             given = self.options.get(url.partition("://")[0], {})
             files, path = fsspec.core.url_to_fs(url, **given)
+            files.invalidate_cache(path)  # file systems live as long as the process, with listings
             found = files.info(path)
-            got_tag = str(files.ukey(path))
         if found.get("type") == "directory":
-            raise SourceError(
-                "expected a file, got a folder", source=redacted(url), hint="end it with a slash"
-            )
-        begin = start if tag and tag == got_tag else 0
-        size = found.get("size")
+            raise FolderError("expected a file, got a folder", source=redacted(url))
         with _translated(url):
             file = files.open(path, "rb", cache_type="none")
-            file.seek(begin)
         try:
-            yield Stream(begin, size, got_tag, _read_chunks(url, file))
+            # what it was opened with, if it says so: it may have changed since
+            found = getattr(file, "details", None) or found
+            got_tag = hashlib.sha256(str(found).encode()).hexdigest()
+            begin = start if tag == got_tag else 0
+            with _translated(url):
+                file.seek(begin)
+            yield Stream(begin, found.get("size"), got_tag, _read_chunks(url, file))
         finally:
             file.close()
 
@@ -307,14 +343,16 @@ def _translated(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise MissingFileError("there is no such file", source=redacted(url)) from error
     except PermissionError:
-        raise MissingFileError(
+        raise ForbiddenError(
             "it may not be read",
             source=redacted(url),
             hint="which credentials does this replica have?",
         ) from None
-    except (TimeoutError, ConnectionError) as error:
-        raise CutError(_reason(error), source=redacted(url)) from None
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise _failed(SourceError, url, error) from None
     except Exception as error:  # noqa: BLE001 - each plug-in has errors of its own
-        raise SourceError(
-            f"the file system failed: {type(error).__name__}", source=redacted(url)
-        ) from None
+        raise _failed(CutError, url, error) from None
+
+
+def _failed(kind: type[SourceError], url: str, error: Exception) -> SourceError:
+    return kind(f"the file system failed: {type(error).__name__}", source=redacted(url))
