@@ -77,13 +77,14 @@ class Transfer:
         self, origin: Origin, attempt: Callable[[bool], _T], progress: Callable[[], int]
     ) -> _T:
         """Until max_tries in a row were cut and brought nothing; tells an attempt if it is last."""
-        n_failures = 0
+        n_failures, is_stuck = 0, False
         while True:
             have = progress()
             try:
-                return attempt(0 < n_failures == self.max_tries - 1)
+                return attempt(is_stuck and n_failures == self.max_tries - 1)
             except CutError:
-                n_failures = 1 if progress() > have else n_failures + 1
+                is_stuck = progress() <= have
+                n_failures = n_failures + 1 if is_stuck else 1
                 if n_failures >= self.max_tries:
                     raise
             self.check_time(origin)
