@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import tempfile
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -86,14 +86,20 @@ class Link:
 class Replies:
     """A replica's answer, as a handle would give it."""
 
-    def __init__(self, answer: AsyncGenerator[list[Message], None]) -> None:
+    def __init__(
+        self,
+        answer: AsyncGenerator[list[Message], None],
+        ended: Callable[[], object] = lambda: None,
+    ) -> None:
         self._answer = answer
+        self._ended = ended
 
     def __aiter__(self) -> AsyncGenerator[list[Message], None]:
         return self._answer
 
     def cancel(self) -> None:
-        pass
+        """Called once for each answer, however it ended."""
+        self._ended()
 
 
 class Fleet:
@@ -143,7 +149,7 @@ class Fleet:
             raise ReplicaLostError("none")
         member = next(one for one in self.members if one.id == order[0])
         self.routing.sent(member.id, hint)
-        return Replies(member.serve(scope, body, hint))
+        return Replies(member.serve(scope, body, hint), lambda: self.routing.ended(member.id))
 
     async def _figures(self) -> Sequence[Mapping[str, Any]]:
         return [await one.figures() for one in self.members]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from loragraph.cluster.fleet import AdapterKey
@@ -166,11 +167,11 @@ def test_a_replica_that_joins_changes_no_figures_of_the_others() -> None:
 
 
 def test_a_replica_that_the_client_asks_for_comes_first() -> None:
-    """However busy it is, unless it drains or failed the request; a word that names none is no
-    replica's.
+    """Even if others are idle, unless it drains or failed the request; a word that names none is
+    no replica's.
     """
     routing = routed("a", "b", "c")
-    busy = {"a": report(9), "b": report(9), "c": report(0, draining=True)}
+    busy = {"a": report(7), "b": report(7), "c": report(0, draining=True)}
     routing.update(busy)
     for wanted, other in (("a", "b"), ("b", "a")):
         for asked in (hint(X, prefer=wanted), hint(prefer=wanted), hint(sticky="s", prefer=wanted)):
@@ -179,3 +180,28 @@ def test_a_replica_that_the_client_asks_for_comes_first() -> None:
             assert [id_ for id_ in again if id_ != "c"] == [other, wanted]
     for wanted in ("c", "x"):
         assert routing.order(hint(X, prefer=wanted)) == routing.order(hint(X))
+
+
+def test_clients_overloaded_the_replica_that_they_asked_for() -> None:
+    """From where as many wait as run it gets no more of them than others; it has them again when
+    it has worked them off.
+    """
+    routing = routed("a", "b", "c")
+    went = Counter[str]()
+    for number in range(20):
+        first = routing.order(hint(number=number, prefer="a"))[0]
+        routing.sent(first, hint())
+        went[first] += 1
+    assert went["a"] == 8
+    assert min(went["b"], went["c"]) > 0
+    for asked in (hint(prefer="a"), hint(X, prefer="a")):
+        assert routing.order(asked) == routing.order(replace(asked, prefer=""))
+    routing.ended("a")
+    assert routing.order(hint(prefer="a"))[0] == "a"
+
+
+def test_what_is_about_one_replica_goes_there_however_busy_it_is() -> None:
+    """Its slots are nobody else's."""
+    routing = routed("a", "b", "c")
+    routing.update({"a": report(99), "b": report(), "c": report()})
+    assert routing.order(hint(sticky="figures", prefer="a"))[0] == "a"

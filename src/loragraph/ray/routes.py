@@ -17,7 +17,7 @@ WHOLE = HEALTH | {METRICS, REPLICA_METRICS, REPLICAS}
 """Answered for all replicas together."""
 
 REPLICA_HEADER = "X-Loragraph-Replica"
-"""Of an answer: who gave it; of a request: who is to answer it, if it is there."""
+"""Of an answer: who gave it; of a request: who is to answer it, if it is there and has time."""
 
 _CHANGES = frozenset(
     {

@@ -17,6 +17,7 @@ from loragraph.errors import CapacityError
 from loragraph.ray.hint import Hint
 
 _MAX_PREFIXES = 2048  # remembered of a replica
+_MAX_ASKED_LOAD = 2.0  # from which on no client's wish counts: as many wait as run
 _EXPECTED_S = 10.0  # for which an adapter counts as held where a request for it went
 
 
@@ -63,6 +64,7 @@ class Routing:
 
         The one that the client asks for comes first, those that failed the request last.
         """
+        prefer = self._asked_for(hint)
         if hint.sticky:
             ids, hashes = self._fleet.ids, self._fleet.hashes
             order = [ids[i] for i in rendezvous(hash_of(hint.sticky), hashes)]
@@ -72,7 +74,7 @@ class Routing:
                 order = self._policy.route(key, self._fleet).ids(self._fleet)
             except CapacityError:
                 return []
-        return sorted(order, key=lambda id_: (id_ in hint.avoid, id_ != hint.prefer))  # stable
+        return sorted(order, key=lambda id_: (id_ in hint.avoid, id_ != prefer))  # stable
 
     def sent(self, id_: str, hint: Hint) -> None:
         """A request went there."""
@@ -99,6 +101,15 @@ class Routing:
         if replica is not None:
             replica.n_sent = max(0, replica.n_sent - 1)
             self._fleet.set_load(self._fleet.index(id_), _load(replica))
+
+    def _asked_for(self, hint: Hint) -> str:
+        """The replica that a client may have. What is about one replica's own is always for that
+        one; else a client could let one replica queue while others are idle.
+        """
+        if hint.sticky or hint.prefer not in self._replicas:
+            return hint.prefer
+        load = float(self._fleet.loads[self._fleet.index(hint.prefer)])
+        return hint.prefer if load < _MAX_ASKED_LOAD else ""
 
     def _put(self, id_: str, replica: _Replica) -> None:
         report = replica.report or {}
