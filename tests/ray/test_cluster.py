@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 
+from loragraph.cluster.fleet import hash_of, rendezvous
 from tests.ray.cluster import completion, text_of, wait_until
 from tests.ray.conftest import RayServed
 
@@ -102,17 +104,30 @@ def test_an_adapter_that_is_not_hot_stays_on_one_replica(
     assert homes == set(holders)
 
 
-def test_a_hot_adapter_spreads(served: RayServed, http: httpx.Client) -> None:
-    """With more requests at once than a replica computes it is served by both."""
+def test_a_hot_adapter_spreads_and_shrinks_again(served: RayServed, http: httpx.Client) -> None:
+    """With more requests at once than a replica computes it is served by both; when they have
+    ended, and reports of them too, by the first of its order alone.
+    """
     went = Counter[str]()
+    homes = list[str]()
 
     def ask(number: int) -> None:
         with served.client() as own:
-            went[replica_of(own, "beta", prompt=f"{number}", max_tokens=60, n=2)] += 1
+            went[replica_of(own, "hot", prompt=f"{number}", max_tokens=60, n=2)] += 1
 
-    with ThreadPoolExecutor(24) as threads:
-        list(threads.map(ask, range(48)))
-    assert set(went) == set(served.table())
+    def has_shrunk() -> bool:
+        """Thirty in a row, of prompts that no replica has had."""
+        homes.append(replica_of(http, "hot", prompt=f"alone {len(homes)}"))
+        return homes[-30:] == [first] * 30
+
+    with loaded(http, "hot", "beta.gguf"):
+        with ThreadPoolExecutor(24) as threads:
+            list(threads.map(ask, range(48)))
+        ids = list(served.table())
+        assert set(went) == set(ids)
+        hashes = np.array([hash_of(id_) for id_ in ids], np.uint64)
+        first = ids[rendezvous(hash_of("hot"), hashes)[0]]
+        wait_until(has_shrunk)
 
 
 def test_the_base_is_served_by_all(served: RayServed, http: httpx.Client) -> None:
@@ -325,3 +340,35 @@ def test_the_catalogue_survives_its_actor(served: RayServed, http: httpx.Client)
         assert http.post(LOAD, json=body).status_code == 200
         assert {text_of(http, "kept") for _ in range(6)} == {text_of(http, "gamma")}
         assert generation_of(http, "kept") > generation
+
+
+def test_the_catalogue_and_a_replica_are_lost_at_once(
+    served: RayServed, http: httpx.Client
+) -> None:
+    """Requests are served throughout, a change waits for the one and not for the other, and the
+    replica that comes has it.
+    """
+    import ray
+
+    wait_until(lambda: len(ready_replicas(served)) == 2)
+    with loaded(http, "twice", "beta.gguf"):
+        victim = replica_of(http, "twice")
+        ray.kill(actor_of("loragraph-catalogue"), no_restart=False)
+        kill_replica(victim)
+        assert {text_of(http, "twice") for _ in range(6)} == {text_of(http, "beta")}
+        body = {"lora_name": "twice", "lora_path": "gamma.gguf", "load_inplace": True}
+        assert http.post(LOAD, json=body).status_code == 200
+        expected = text_of(http, "gamma")
+        assert {text_of(http, "twice") for _ in range(6)} == {expected}
+        wait_until(lambda: len(ready_replicas(served) - {victim}) == 2)
+        for id_ in ready_replicas(served) - {victim}:
+            there = {"X-Loragraph-Replica": id_}
+            wait_until(lambda there=there: is_served(http, there, expected))  # type: ignore[misc]
+
+
+def is_served(http: httpx.Client, there: dict[str, str], expected: str) -> bool:
+    """By the replica of this header, as soon as the router knows it; never with another text."""
+    body = {"prompt": "hello", "model": "twice", "max_tokens": 8, "temperature": 0}
+    answer = http.post("/v1/completions", json=body, headers=there)
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, expected)
+    return answer.headers["x-loragraph-replica"] == there["X-Loragraph-Replica"]
