@@ -298,7 +298,8 @@ def reads(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> list[str]:
 
         return chunks
 
-    monkeypatch.setattr(transports, "CHUNK_BYTES", 1000)
+    for size in ("CHUNK_BYTES", "STORE_CHUNK_BYTES"):
+        monkeypatch.setattr(transports, size, 1000)
     for name in ("_local_chunks", "_read_chunks"):
         monkeypatch.setattr(transports, name, watched(getattr(transports, name)))
     return names

@@ -45,7 +45,7 @@ def s3(running: S3Server) -> S3Server:
 @pytest.fixture
 def opened(s3: S3Server, tmp_path: Path, lib: Library, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Sources of one cache that read a thousand bytes at once."""
-    monkeypatch.setattr(transports, "CHUNK_BYTES", PIECE)
+    monkeypatch.setattr(transports, "STORE_CHUNK_BYTES", PIECE)
 
     def make(max_tries: int = 1, key: str = "reader", secret: str = "secret") -> Sources:
         storage = {"s3": s3.storage(key, secret)}

@@ -14,10 +14,11 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.registry import _registry as loaded_file_systems
 
 from loragraph.cluster import sources as module
 from loragraph.cluster.sources import SourceOptions, Sources, adapter_check
-from loragraph.cluster.transports import require_packages
+from loragraph.cluster.transports import PACKAGES, require_packages
 from loragraph.errors import (
     AdapterFormatError,
     CapacityError,
@@ -443,6 +444,8 @@ def test_a_missing_package_is_named(
 ) -> None:
     """With what to install, when it is asked for and, by schemes, at the start."""
     monkeypatch.setitem(__import__("sys").modules, missing, None)
+    for scheme in PACKAGES:  # of those that were used before
+        monkeypatch.delitem(loaded_file_systems, scheme, raising=False)
     for ask in (
         lambda: opened(options).fetch(url),
         lambda: require_packages(["http", url.partition("://")[0]]),

@@ -34,6 +34,7 @@ PACKAGES = {
 """What fsspec needs beside itself, by scheme."""
 
 CHUNK_BYTES = 1 << 20
+STORE_CHUNK_BYTES = 8 << 20  # of what fsspec reads, where each chunk is a request of its own
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
@@ -320,7 +321,7 @@ def _fsspec(shown: str) -> Any:
 def _read_chunks(url: str, file: Any) -> Iterator[bytes]:
     while True:
         with _translated(url):
-            chunk = file.read(CHUNK_BYTES)
+            chunk = file.read(STORE_CHUNK_BYTES)
         if not chunk:
             return
         yield chunk
