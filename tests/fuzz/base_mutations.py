@@ -252,7 +252,7 @@ def _retyped(rng: random.Random, old: RawTensor) -> RawTensor:
     kind = rng.choice(list(GGML_QUANT_SIZES))
     block, block_bytes = GGML_QUANT_SIZES[kind]
     n_bytes = min(math.prod(old.shape) // block * block_bytes, 1 << 20)
-    source = old.data if rng.random() < 0.5 else rng.randbytes(64)
+    source = (old.data or bytes(64)) if rng.random() < 0.5 else rng.randbytes(64)
     return replace(old, type=int(kind), data=(source * (n_bytes // len(source) + 1))[:n_bytes])
 
 
