@@ -264,6 +264,7 @@ def test_an_answer_that_is_no_file_names_the_source_without_its_signature(
     assert "/a" in str(caught.value)
     assert "secret" not in str(caught.value)
     assert len(server.requests) == (options.max_tries if status >= 500 else 1)
+    assert parts(options) == []
 
 
 def test_concurrent_fetches_of_one_url_are_one(server: FileServer, options: SourceOptions) -> None:

@@ -35,8 +35,7 @@ class Transfer:
         `can_mix`: without a tag too, as a digest will tell if that was wrong. CutError when all
         tries have failed, DeadlineError, SourceError for what is too large.
         """
-        with writing(part):
-            part.touch(mode=0o600)
+        _touch(part)
 
         def attempt(is_last: bool) -> None:
             have, tag = part.stat().st_size, read_tag(part)
@@ -47,10 +46,15 @@ class Transfer:
                     self._take(origin, stream, part, limit)
             except RangeError:
                 discard(part)
-                part.touch(mode=0o600)
+                _touch(part)
                 raise
 
-        self._persist(origin, attempt, lambda: part.stat().st_size)
+        try:
+            self._persist(origin, attempt, lambda: part.stat().st_size)
+        except SourceError:
+            if part.stat().st_size == 0:
+                discard(part)
+            raise
 
     def is_current(self, origin: Origin, file: Path, tag: str) -> bool:
         """Whether a complete file of an earlier try is what its source holds, by tag and size.
@@ -135,6 +139,11 @@ def discard(part: Path) -> None:
     """A part and its tag."""
     _tag_path(part).unlink(missing_ok=True)
     part.unlink(missing_ok=True)
+
+
+def _touch(part: Path) -> None:
+    with writing(part):
+        part.touch(mode=0o600)
 
 
 def _tag_path(part: Path) -> Path:
