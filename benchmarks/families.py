@@ -96,6 +96,19 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def compact(rows: Sequence[Row]) -> str:
+    """A line a model: its ratios, the median of the rounds' ratios each."""
+    measures = list(dict.fromkeys(row.measure for row in rows))
+    by_model: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_model.setdefault(row.type, {})[row.measure] = row.ratios["routed"]
+    lines = [f"| model | {' | '.join(measures)} |", "|---|" + "---:|" * len(measures)]
+    for model, ratios in by_model.items():
+        cells = [f"{ratios[name]:.2f}" if name in ratios else "" for name in measures]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def targets(rows: Sequence[Row]) -> list[Target]:
     """Each row's ratio, the median of the rounds' ratios."""
     return [
@@ -161,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"the package {package} is not installed: its real model is left out", flush=True)
     rows = run(args, lambda row: print(f"{row.type} {row.measure}: {row.ratios}", flush=True))
     print(f"\n{args.threads} threads, {args.clock} clock, medians of {args.rounds} rounds\n")
-    print(f"{markdown(rows)}\n\n{verdicts(targets(rows))}")
+    print(f"{markdown(rows)}\n\n{compact(rows)}\n\n{verdicts(targets(rows))}")
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 

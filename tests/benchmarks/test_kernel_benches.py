@@ -67,6 +67,22 @@ def test_each_measure_of_a_family_has_a_verdict() -> None:
     assert (target.what, target.value, target.met) == ("llama, base decode", 0.95, True)
 
 
+def test_a_familys_ratios_are_one_line() -> None:
+    """Under the names of what was measured; what was not stays empty."""
+    rows = [
+        row_of("llama", "base decode", "tokens/s", {"routed": [96.0], "libllama": [100.0]}),
+        row_of("llama", "base prefill", "tokens/s", {"routed": [150.0], "libllama": [100.0]}),
+        row_of("phi3", "base prefill", "tokens/s", {"routed": [101.0], "libllama": [100.0]}),
+    ]
+
+    assert families.compact(rows).splitlines() == [
+        "| model | base decode | base prefill |",
+        "|---|---:|---:|",
+        "| llama | 0.96 | 1.50 |",
+        "| phi3 |  | 1.01 |",
+    ]
+
+
 def test_packages_that_are_absent_are_named_as_pip_knows_them() -> None:
     """What a run leaves out is said."""
     assert families.absent_packages(("pytest", "no_such_package")) == ["no-such-package"]
