@@ -26,6 +26,7 @@ from loragraph.ggml.handles import (
     F32,
     I8,
     Q4_0,
+    Q4_1,
     Q8_0,
     Buffer,
     CpuBackend,
@@ -48,9 +49,9 @@ from loragraph.kernels.product import (
 )
 from loragraph.model.weights import extra_buffer_types
 
-TYPES = {"f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
-LAYOUTS = {Q8_0: Layout.Q8_0, Q4_0: Layout.Q4_0X8}  # ggml repacks Q4_0
-BLOCK_BYTES = {F16: 64, Q8_0: 34, Q4_0: 18}  # of 32 values
+TYPES = {"f16": F16, "q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
+LAYOUTS = {Q8_0: Layout.Q8_0, Q4_0: Layout.Q4_0X8, Q4_1: Layout.Q4_1}  # ggml repacks Q4_0
+BLOCK_BYTES = {F16: 64, Q8_0: 34, Q4_0: 18, Q4_1: 20}  # of 32 values
 N_EMBD, N_KV, N_FF = 576, 192, 1536
 # Of a layer, (n_in, n_out of each weight that reads the same x).
 LAYER = (

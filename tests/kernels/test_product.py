@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -23,7 +24,11 @@ from loragraph.kernels.product import (
 )
 
 F32 = NDArray[np.float32]
-TYPES = {Layout.Q4_0X8: GGMLQuantizationType.Q4_0, Layout.Q8_0: GGMLQuantizationType.Q8_0}
+TYPES = {
+    Layout.Q4_0X8: GGMLQuantizationType.Q4_0,
+    Layout.Q4_1: GGMLQuantizationType.Q4_1,
+    Layout.Q8_0: GGMLQuantizationType.Q8_0,
+}
 
 
 def kernels() -> Iterator[tuple[str, Layout]]:
@@ -76,30 +81,48 @@ def test_a_node_runs_the_kernels_it_was_made_for(layout: Layout) -> None:
     """The quantised x has their size: under another instruction set it would be another's."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal((5, 64), dtype=np.float32)
-    w = packed(rng.standard_normal((16, 64), dtype=np.float32), layout)[0]
+    w = packed(rng.standard_normal((16, 64), dtype=np.float32), layout).memory
     expected = product(w, layout, 16, x)
     for name in instruction_sets():
         assert np.array_equal(product(w, layout, 16, x, computed_under=name), expected)
 
 
-def packed(
-    values: F32, layout: Layout
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.float32]]:
-    """Memory of the layout, integers (n_out, n_blocks, 32), scales (n_out, n_blocks)."""
+class Packed(NamedTuple):
+    """Weights (n_out, n_in): as memory and as numbers."""
+
+    memory: NDArray[np.uint8]
+    integers: NDArray[np.int64]  # (n_out, n_blocks, 32)
+    scales: F32  # (n_out, n_blocks)
+    minimums: F32 | None = None  # (n_out, n_blocks), of Q4_1
+
+
+def packed(values: F32, layout: Layout) -> Packed:
+    """Quantised by the gguf package, in the memory of the layout."""
     n_out, n_in = values.shape
     n_blocks = n_in // 32
     raw = gguf.quants.quantize(values, TYPES[layout]).reshape(n_out, n_blocks, -1)
-    d = np.ascontiguousarray(raw[..., :2]).view(np.float16)[..., 0]
+    d = halves(raw[..., :2])
     q = raw[..., 2:]
     if layout is Layout.Q8_0:
-        return raw, q.view(np.int8).astype(np.int64), d.astype(np.float32)
-    integers = np.concatenate([q & 15, q >> 4], -1).astype(np.int64) - 8
+        return Packed(raw, q.view(np.int8).astype(np.int64), d)
+    if layout is Layout.Q4_1:
+        return Packed(raw, nibbles(q[..., 2:]), d, halves(q[..., :2]))
     memory = np.empty((n_out // 8, n_blocks, 144), np.uint8)
-    scales = d.reshape(n_out // 8, 8, n_blocks).transpose(0, 2, 1)
-    memory[..., :16] = np.ascontiguousarray(scales).view(np.uint8)
+    scales = raw[..., :2].reshape(n_out // 8, 8, n_blocks, 2).transpose(0, 2, 1, 3)
+    memory[..., :16] = scales.reshape(n_out // 8, n_blocks, 16)
     octets = q.reshape(n_out // 8, 8, n_blocks, 2, 8).transpose(0, 2, 3, 1, 4)
     memory[..., 16:] = octets.reshape(n_out // 8, n_blocks, 128) ^ 0x88
-    return memory, integers, d.astype(np.float32)
+    return Packed(memory, nibbles(q) - 8, d)
+
+
+def halves(raw: NDArray[np.uint8]) -> F32:
+    """F16 in the last axis's two bytes."""
+    return np.ascontiguousarray(raw).view(np.float16)[..., 0].astype(np.float32)
+
+
+def nibbles(raw: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The low ones of all bytes, then the high ones."""
+    return np.concatenate([raw & 15, raw >> 4], -1).astype(np.int64)
 
 
 def quantized_x(x: F32) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -111,15 +134,24 @@ def quantized_x(x: F32) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     return np.rint(blocks * inverse[..., None]).astype(np.int64), d
 
 
-def expected(integers: NDArray[np.int64], d: F32, x: F32) -> F32:
-    """The product with one fma a block: float64 holds the exact sum, which is then rounded once."""
+def expected(w: Packed, x: F32) -> F32:
+    """The product with one fma a block, with minimums two: float64 holds the exact sum, which is
+    then rounded once.
+    """
     q, dx = quantized_x(x)
-    y = np.zeros((len(x), len(d)), np.float32)
+    y = np.zeros((len(x), len(w.scales)), np.float32)
     for block in range(q.shape[1]):
-        sums = (q[:, block] @ integers[:, block].T).astype(np.float64)
-        scale = dx[:, block, None] * d[None, :, block]
-        y = (sums * scale.astype(np.float64) + y.astype(np.float64)).astype(np.float32)
+        sums = (q[:, block] @ w.integers[:, block].T).astype(np.float64)
+        y = fma(dx[:, block, None] * w.scales[None, :, block], sums, y)
+        if w.minimums is not None:
+            x_sums = dx[:, block] * q[:, block].sum(-1).astype(np.float32)
+            y = fma(w.minimums[None, :, block], x_sums[:, None].astype(np.float64), y)
     return y
+
+
+def fma(a: F32, b: NDArray[np.float64], c: F32) -> F32:
+    """a * b + c, rounded once."""
+    return (a.astype(np.float64) * b + c.astype(np.float64)).astype(np.float32)
 
 
 @pytest.mark.parametrize("n_in", [32, 96, 1024, 1056, 2080])
@@ -129,9 +161,9 @@ def test_bits(layout: Layout, n_in: int, n_rows: int) -> None:
     rng = np.random.default_rng(n_in + n_rows)
     values = rng.standard_normal((48, n_in)).astype(np.float32)
     x = rng.standard_normal((n_rows, n_in)).astype(np.float32)
-    memory, integers, d = packed(values, layout)
+    w = packed(values, layout)
 
-    assert np.array_equal(product(memory, layout, 48, x), expected(integers, d, x))
+    assert np.array_equal(product(w.memory, layout, 48, x), expected(w, x))
 
 
 @settings(max_examples=40, deadline=None)
@@ -151,10 +183,10 @@ def test_threads_and_other_rows_change_no_bit(
     x = (rng.standard_normal((n_rows, 32 * n_blocks)) * 10.0 ** rng.integers(-6, 6)).astype(
         np.float32
     )
-    memory, _, _ = packed(values, layout)
-    y = product(memory, layout, 16 * n_tiles, x, n_threads)
+    w = packed(values, layout)
+    y = product(w.memory, layout, 16 * n_tiles, x, n_threads)
     row = int(rng.integers(n_rows))
-    alone = product(memory, layout, 16 * n_tiles, x[row : row + 1])
+    alone = product(w.memory, layout, 16 * n_tiles, x[row : row + 1])
 
     assert np.array_equal(y[row], alone[0])
 
@@ -164,10 +196,10 @@ def test_extremes(layout: Layout) -> None:
     values = np.full((16, 64), -8.0, np.float32)
     x = np.zeros((4, 64), np.float32)
     x[0], x[1, ::2], x[2] = 3e4, -0.0, 1e-30
-    memory, integers, d = packed(values, layout)
-    y = product(memory, layout, 16, x)
+    w = packed(values, layout)
+    y = product(w.memory, layout, 16, x)
 
-    assert np.array_equal(y, expected(integers, d, x))
+    assert np.array_equal(y, expected(w, x))
     assert (y[0] < -1e6).all()
     assert (y[1:] == 0).all()
 
@@ -178,10 +210,10 @@ def test_what_is_not_finite_stays_so(bad: float, position: int, layout: Layout) 
     """A row with NaN or infinity gives no finite number, and other rows do not see it."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((5, 64)).astype(np.float32)
-    memory, integers, d = packed(rng.standard_normal((16, 64)).astype(np.float32), layout)
-    clean = expected(integers, d, x)
+    w = packed(rng.standard_normal((16, 64)).astype(np.float32), layout)
+    clean = expected(w, x)
     x[2, position] = bad
-    y = product(memory, layout, 16, x)
+    y = product(w.memory, layout, 16, x)
 
     assert not np.isfinite(y[2]).any()
     assert np.array_equal(np.delete(y, 2, 0), np.delete(clean, 2, 0))
@@ -191,10 +223,10 @@ def test_strided_x(layout: Layout) -> None:
     """Rows of x may stand apart, as in a view."""
     rng = np.random.default_rng(2)
     wide = rng.standard_normal((6, 100)).astype(np.float32)
-    memory, integers, d = packed(rng.standard_normal((16, 64)).astype(np.float32), layout)
+    w = packed(rng.standard_normal((16, 64)).astype(np.float32), layout)
 
-    y = product(memory, layout, 16, wide[:, :64])
-    assert np.array_equal(y, expected(integers, d, np.ascontiguousarray(wide[:, :64])))
+    y = product(w.memory, layout, 16, wide[:, :64])
+    assert np.array_equal(y, expected(w, np.ascontiguousarray(wide[:, :64])))
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -48,10 +48,10 @@ def random_tokens(n: int, n_vocab: int = 320, seed: int = 3) -> list[int]:
 
 
 def same_base(lowering: LoweringName, weight_type: str) -> bool:
-    """Whether a base's products have ggml's bits; our own of Q8_0 and F16 sum in another order."""
+    """Whether a base's products have ggml's bits; our own sum in another order but of Q4_0."""
     if lowering == "branch":
         return True
-    ours = {"Q8_0": Layout.Q8_0, "F16": Layout.F16}
+    ours = {"Q4_1": Layout.Q4_1, "Q8_0": Layout.Q8_0, "F16": Layout.F16}
     return weight_type not in ours or not min_rows(ours[weight_type])
 
 

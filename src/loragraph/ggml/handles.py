@@ -17,7 +17,7 @@ from loragraph.errors import BackendError, LifecycleError
 from loragraph.ggml.lib import GGML_STATUS, Library, ffi
 from loragraph.ggml.pages import prefer_huge_pages
 
-F32, F16, Q4_0, Q8_0, I8, I32, I64, BF16 = 0, 1, 2, 8, 24, 26, 27, 30
+F32, F16, Q4_0, Q4_1, Q8_0, I8, I32, I64, BF16 = 0, 1, 2, 3, 8, 24, 26, 27, 30
 """Numbers of the ggml types that the code names (ggml.h, enum ggml_type)."""
 
 STORAGE_ONLY = frozenset((9, 15, *range(24, 29)))

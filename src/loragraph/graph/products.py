@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.ggml.handles import F16, F32, I8, Q4_0, Q8_0, Tensor, data_address, memory
+from loragraph.ggml.handles import F16, F32, I8, Q4_0, Q4_1, Q8_0, Tensor, data_address, memory
 from loragraph.ggml.ops import Ops
 from loragraph.kernels.product import (
     BLOCK,
@@ -125,6 +125,8 @@ def _layout_in_memory(weight: Weight, files: ModelFiles) -> Layout | None:
         return None
     if weight.tensor.type == Q8_0 and not weight.repacked:
         return Layout.Q8_0
+    if weight.tensor.type == Q4_1 and not weight.repacked:
+        return Layout.Q4_1
     if weight.tensor.type == Q4_0 and weight.repacked:
         row_bytes = weight.ne[0] // BLOCK * _Q4_0_BYTES
         rows = memory(files.pointer(weight.info), 8 * row_bytes).reshape(8, row_bytes)

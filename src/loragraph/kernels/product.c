@@ -5,24 +5,24 @@
 
 #ifdef LORAGRAPH_X86
 static const product_kernels avx2 = {
-    {[LORAGRAPH_Q4_0X8] = 2, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_F16] = 2},
-    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 2},
+    {[LORAGRAPH_Q4_0X8] = 2, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_F16] = 2, [LORAGRAPH_Q4_1] = 2},
+    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_Q4_1] = 1},
     loragraph_product_input_avx2,
     loragraph_product_avx2,
     loragraph_product_f16_avx2,
 };
 
 static const product_kernels avx512 = {
-    {[LORAGRAPH_Q4_0X8] = 2, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_F16] = 2},
-    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 2},
+    {[LORAGRAPH_Q4_0X8] = 2, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_F16] = 2, [LORAGRAPH_Q4_1] = 2},
+    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 2, [LORAGRAPH_Q4_1] = 1},
     loragraph_product_input_avx2,
     loragraph_product_avx2,
     loragraph_product_f16_avx512,
 };
 
 static const product_kernels vnni = {
-    {[LORAGRAPH_Q4_0X8] = 3, [LORAGRAPH_Q8_0] = 3, [LORAGRAPH_F16] = 2},
-    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 1},
+    {[LORAGRAPH_Q4_0X8] = 3, [LORAGRAPH_Q8_0] = 3, [LORAGRAPH_F16] = 2, [LORAGRAPH_Q4_1] = 2},
+    {[LORAGRAPH_Q4_0X8] = 1, [LORAGRAPH_Q8_0] = 1, [LORAGRAPH_Q4_1] = 1},
     loragraph_product_input_vnni,
     loragraph_product_vnni,
     loragraph_product_f16_avx512,

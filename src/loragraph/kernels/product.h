@@ -3,7 +3,8 @@
  * Quantised weights with many rows, in int8: two custom nodes. The first quantises x as ggml does for its Q8_0 (blocks
  * of 32, d = max|x| / 127 rounded to F16), and serves every product that reads the same x. The second multiplies: a
  * block's integer sum is exact, blocks are added in their order in F32 with one fma by (d of the weight * d of x). That
- * is the order of ggml's product of repacked Q4_0, so the bits are ggml's too. For CPUs with AVX512-VNNI or AVX2;
+ * is the order of ggml's product of repacked Q4_0, so the bits are ggml's too. Q4_1 has a second fma a block, by (minimum
+ * of the weight) * (d of x * sum of its integers), which ggml rounds to F16 first. For CPUs with AVX512-VNNI or AVX2;
  * ggml's own products serve the others.
  *
  * F16 weights: one custom node, in F32 throughout. ggml rounds x to F16 first. For CPUs with AVX-512 or AVX2.
@@ -17,7 +18,7 @@
 struct ggml_tensor;
 
 /* Layouts of w. Q4_0X8: ggml's repacked Q4_0, eight rows interleaved by eight bytes; the others: ggml's plain rows. */
-enum { LORAGRAPH_Q4_0X8 = 0, LORAGRAPH_Q8_0 = 1, LORAGRAPH_F16 = 2, LORAGRAPH_LAYOUTS };
+enum { LORAGRAPH_Q4_0X8 = 0, LORAGRAPH_Q8_0 = 1, LORAGRAPH_F16 = 2, LORAGRAPH_Q4_1 = 3, LORAGRAPH_LAYOUTS };
 
 /* x, quantised once for every product that reads it. */
 typedef struct {

@@ -25,6 +25,7 @@ class Layout(IntEnum):
     Q4_0X8 = 0  # ggml's repacked Q4_0: eight rows interleaved by eight bytes
     Q8_0 = 1  # plain rows
     F16 = 2  # plain rows; of F16ProductNode alone
+    Q4_1 = 3  # plain rows
 
 
 def min_rows(layout: Layout) -> int:

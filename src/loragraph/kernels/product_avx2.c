@@ -4,6 +4,8 @@
  * eight instructions that multiply a whole block add up in 16 bits (30720), and only then become 32. What the offset
  * adds, 8 * sum(x), is taken off there.
  *
+ * Q4_1: its bytes are unsigned as they are; the sum of x goes with the minimum instead.
+ *
  * Q8_0: bytes with bytes would leave 16 bits, so both are widened to 16, w as it is unpacked and x as it is quantised.
  *
  * Sixteen columns are unpacked at a time, four bytes of each to two vectors, and used for all rows of a block of rows: so
@@ -76,10 +78,11 @@ INLINE void quantize_block(const float *x, char *bytes, float *d, int32_t *negat
 /* ---- w ---- */
 
 typedef struct {
-    /* Of a block n_groups, and of a group VECTORS, whose lanes are columns. Q4_0: four bytes each, plus OFFSET. Q8_0: two
-     * of 16 bits, the even places of all fours, then the odd ones. */
+    /* Of a block n_groups, and of a group VECTORS, whose lanes are columns. Q4_0: four bytes each, plus OFFSET; Q4_1
+     * without. Q8_0: two of 16 bits, the even places of all fours, then the odd ones. */
     __m256i values[K_BLOCKS * GROUPS * VECTORS];
     __m256 scales[K_BLOCKS][VECTORS];
+    __m256 minimums[K_BLOCKS][VECTORS]; /* of Q4_1, over -OFFSET, as sums are times that */
 } unpacked;
 
 /* Lanes of Q4_0 are columns 0 1 4 5 2 3 6 7, as two vectors of eight bytes of four columns shuffle into them: from the
@@ -134,6 +137,18 @@ INLINE void unpack_q8_0(const char *p, int64_t stride, __m256i out[2 * GROUPS]) 
     }
 }
 
+enum { Q4_1_BYTES = 4 + QK / 2 }; /* d, minimum, then bytes as Q4_0 has them, but unsigned */
+
+INLINE void unpack_q4_1(const char *p, int64_t stride, __m256i out[GROUPS]) {
+    const __m256i low_bits = _mm256_set1_epi8(0x0f);
+    __m256i bytes[GROUPS / 2];
+    transpose_groups(p + 4, stride, bytes);
+    for (int g = 0; g < GROUPS / 2; g++) {
+        out[g] = _mm256_and_si256(bytes[g], low_bits);
+        out[GROUPS / 2 + g] = _mm256_and_si256(_mm256_srli_epi16(bytes[g], 4), low_bits);
+    }
+}
+
 INLINE vf load_scales(const char *p, int64_t stride) {
     uint16_t d[8];
     for (int i = 0; i < 8; i++)
@@ -144,21 +159,25 @@ INLINE vf load_scales(const char *p, int64_t stride) {
 INLINE int n_groups(int layout) { return GROUPS * value_bytes(layout); }
 
 INLINE void unpack(const char *w, int64_t n_blocks, int64_t tile, int64_t begin, int64_t n, unpacked *out, int layout) {
-    const int q4 = layout == LORAGRAPH_Q4_0X8;
-    const int64_t step = q4 ? X8_BYTES : Q8_BYTES, stride = n_blocks * Q8_BYTES;
-    const int64_t octet = q4 ? X8_BYTES : 8 * Q8_BYTES; /* of a block of eight columns */
+    const int x8 = layout == LORAGRAPH_Q4_0X8;
+    const int64_t step = x8 ? X8_BYTES : layout == LORAGRAPH_Q4_1 ? Q4_1_BYTES : Q8_BYTES, stride = n_blocks * step;
+    const int64_t octet = x8 ? X8_BYTES : 8 * step; /* of a block of eight columns */
     for (int c = 0; c < VECTORS; c++) {
         const char *columns = w + (VECTORS * tile + c) * n_blocks * octet, *p = columns + begin * step;
         for (int64_t b = 0; b < n; b++, p += step) {
             prefetch(columns + (VECTORS * n_blocks + begin + b) * octet, octet); /* the next tile's */
             __m256i groups[2 * GROUPS];
-            if (q4)
+            if (x8)
                 unpack_q4_0x8(p, groups);
+            else if (layout == LORAGRAPH_Q4_1)
+                unpack_q4_1(p, stride, groups);
             else
                 unpack_q8_0(p, stride, groups);
             for (int g = 0; g < n_groups(layout); g++)
                 out->values[(b * n_groups(layout) + g) * VECTORS + c] = groups[g];
-            out->scales[b][c] = reorder(q4 ? v_load_f16(p) : load_scales(p, stride), layout);
+            out->scales[b][c] = reorder(x8 ? v_load_f16(p) : load_scales(p, stride), layout);
+            if (layout == LORAGRAPH_Q4_1)
+                out->minimums[b][c] = _mm256_mul_ps(load_scales(p + 2, stride), _mm256_set1_ps(-1.0f / OFFSET));
         }
     }
 }
@@ -169,7 +188,7 @@ INLINE void unpack(const char *w, int64_t n_blocks, int64_t tile, int64_t begin,
 #define KEEP_ORDER(v) __asm__("" : "+x"(v))
 
 INLINE __m256i add_product(__m256i sum, __m256i w, __m256i x, int first, int layout) {
-    if (layout == LORAGRAPH_Q4_0X8) {
+    if (value_bytes(layout) == 1) {
         const __m256i pairs = _mm256_maddubs_epi16(w, x);
         return first ? pairs : _mm256_add_epi16(sum, pairs);
     }
@@ -197,13 +216,14 @@ INLINE void add_group(const __m256i *w, const char *x, __m256i (*sum)[VECTORS], 
 }
 
 /* One block of `rows` rows, added to their sums. */
-INLINE void multiply_block(const __m256i *w, const __m256 *scales, const char *x, const float *d,
-                           const int32_t *negated_sums, __m256 (*acc)[VECTORS], int rows, int layout) {
+INLINE void multiply_block(const unpacked *w, int64_t b, const char *x, const float *d, const int32_t *negated_sums,
+                           __m256 (*acc)[VECTORS], int rows, int layout) {
+    const __m256i *values = w->values + b * n_groups(layout) * VECTORS;
     __m256i sum[ROWS][VECTORS];
-    if (layout == LORAGRAPH_Q4_0X8) {
+    if (value_bytes(layout) == 1) {
 #pragma GCC unroll 8
         for (int g = 0; g < GROUPS; g++)
-            add_group(w + g * VECTORS, x + 4 * g, sum, g == 0, rows, layout);
+            add_group(values + g * VECTORS, x + 4 * g, sum, g == 0, rows, layout);
     } else {
 #pragma GCC unroll 4
         for (int j = 0; j < rows; j++)
@@ -213,17 +233,21 @@ INLINE void multiply_block(const __m256i *w, const __m256 *scales, const char *x
         /* Sixteen are a loop: unrolled, they take a tenth more time (Zen 3). */
 #pragma GCC unroll 1
         for (int g = 0; g < 2 * GROUPS; g++)
-            add_group(w + g * VECTORS, x + 4 * g, sum, 0, rows, layout);
+            add_group(values + g * VECTORS, x + 4 * g, sum, 0, rows, layout);
     }
 #pragma GCC unroll 4
     for (int j = 0; j < rows; j++)
 #pragma GCC unroll 2
         for (int c = 0; c < VECTORS; c++) {
             __m256i whole = sum[j][c];
+            if (value_bytes(layout) == 1)
+                whole = _mm256_madd_epi16(whole, _mm256_set1_epi16(1));
             if (layout == LORAGRAPH_Q4_0X8)
-                whole = _mm256_add_epi32(_mm256_madd_epi16(whole, _mm256_set1_epi16(1)), _mm256_set1_epi32(negated_sums[j]));
-            const __m256 scale = _mm256_mul_ps(scales[c], _mm256_set1_ps(d[j]));
+                whole = _mm256_add_epi32(whole, _mm256_set1_epi32(negated_sums[j]));
+            const __m256 scale = _mm256_mul_ps(w->scales[b][c], _mm256_set1_ps(d[j]));
             acc[j][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scale, acc[j][c]);
+            if (layout == LORAGRAPH_Q4_1)
+                acc[j][c] = _mm256_fmadd_ps(w->minimums[b][c], _mm256_set1_ps(d[j] * (float)negated_sums[j]), acc[j][c]);
         }
 }
 
@@ -239,8 +263,7 @@ INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y,
         const float *d = (const float *)(x + size * values);
         const int32_t *negated_sums = (const int32_t *)(x + size * (values + 4));
         for (int j = 0; j < size; j += rows)
-            multiply_block(w->values + b * n_groups(layout) * VECTORS, w->scales[b], x + j * values, d + j,
-                           negated_sums + j, acc + j, rows, layout);
+            multiply_block(w, b, x + j * values, d + j, negated_sums + j, acc + j, rows, layout);
     }
     for (int j = 0; j < size; j++)
         for (int c = 0; c < VECTORS; c++)
@@ -250,15 +273,17 @@ INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y,
 #include "product_body.h"
 
 void loragraph_product_input_avx2(const product_input_node *node, int ith, int nth) {
-    if (node->layout == LORAGRAPH_Q4_0X8)
-        quantize_rows(node, ith, nth, LORAGRAPH_Q4_0X8);
-    else
+    if (node->layout == LORAGRAPH_Q8_0)
         quantize_rows(node, ith, nth, LORAGRAPH_Q8_0);
+    else
+        quantize_rows(node, ith, nth, LORAGRAPH_Q4_0X8); /* the same for Q4_1 */
 }
 
 void loragraph_product_avx2(const product_node *node, int ith, int nth) {
     if (node->layout == LORAGRAPH_Q4_0X8)
         multiply_layout(node, ith, nth, LORAGRAPH_Q4_0X8);
+    else if (node->layout == LORAGRAPH_Q4_1)
+        multiply_layout(node, ith, nth, LORAGRAPH_Q4_1);
     else
         multiply_layout(node, ith, nth, LORAGRAPH_Q8_0);
 }

@@ -9,7 +9,7 @@
 
 /* Rows stand in tiles of 16, the rest in tiles of 8, 4, 2 and 1; a tile begins after the records of the rows before it,
  * n_blocks each. In a tile of T rows, block after block: T times 32 values, T floats d, T int32 of the values' negated
- * sums (AVX2: times 8, the offset of Q4_0). Values are int8, for some products int16. */
+ * sums (in AVX2's products times 8, the offset of Q4_0). Values are int8, for some products int16. */
 enum { QK = 32, MAX_TILE = 16 };
 
 /* Bytes of a block of one row of x. */

@@ -2,7 +2,7 @@
  *
  * Weights become unsigned bytes w + offset; what the offset adds, offset * sum(x), is taken off by starting the sum at
  * its negative. Sixteen columns are unpacked at a time, four bytes of each to a vector, and used for all rows of a
- * block of rows: so a column's sum stays in its lane, and a row's bytes are broadcast from memory.
+ * block of rows: so a column's sum stays in its lane, and a row's bytes are broadcast from memory. Q4_1 is AVX2's.
  */
 #include "product_impl.h"
 #ifdef LORAGRAPH_X86
@@ -174,11 +174,16 @@ INLINE void multiply_tile(const unpacked *w, int64_t n, const char *x, float *y,
 #include "product_body.h"
 
 void loragraph_product_input_vnni(const product_input_node *node, int ith, int nth) {
-    quantize_rows(node, ith, nth, LORAGRAPH_Q8_0); /* the same for both layouts */
+    if (node->layout == LORAGRAPH_Q4_1)
+        loragraph_product_input_avx2(node, ith, nth);
+    else
+        quantize_rows(node, ith, nth, LORAGRAPH_Q8_0); /* the same for both layouts */
 }
 
 void loragraph_product_vnni(const product_node *node, int ith, int nth) {
-    if (node->layout == LORAGRAPH_Q4_0X8)
+    if (node->layout == LORAGRAPH_Q4_1)
+        loragraph_product_avx2(node, ith, nth);
+    else if (node->layout == LORAGRAPH_Q4_0X8)
         multiply_layout(node, ith, nth, LORAGRAPH_Q4_0X8);
     else
         multiply_layout(node, ith, nth, LORAGRAPH_Q8_0);
