@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -21,7 +20,6 @@ from tests.cluster.http_files import (
     FileHandler,
     FileServer,
     cut_first,
-    file_server,
     ranged,
 )
 from tests.cluster.peft_files import MLX, SHARDS, Files, folder, weights
@@ -32,25 +30,9 @@ FILES = folder(*SHARDS) | {SECOND: LONG}
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> SourceOptions:
-    """One try."""
-    root = tmp_path / "shared"
-    root.mkdir()
-    schemes = frozenset({"file", "http", "memory"})
-    return SourceOptions(tmp_path / "cache", root, schemes, max_tries=1)
-
-
-@pytest.fixture
 def now() -> list[float]:
     """A clock that stands still."""
     return [0.0]
-
-
-@pytest.fixture
-def server() -> Iterator[FileServer]:
-    """A server of files."""
-    with file_server() as running:
-        yield running
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -19,27 +18,11 @@ from loragraph.cluster.cache import digest_of
 from loragraph.cluster.sources import SourceOptions, Sources, adapter_check
 from loragraph.errors import LoragraphError, SourceError, UnsupportedError
 from loragraph.ggml.lib import Library
-from tests.cluster.http_files import FileServer, cut_first, file_server, ranged
+from tests.cluster.http_files import FileServer, cut_first, ranged
 from tests.cluster.peft_files import MLX, PEFT, SHARDS, Files, folder, weights
 
 Put = Callable[[Files], str]
 """Puts files into a folder; the source that names it."""
-
-
-@pytest.fixture
-def options(tmp_path: Path) -> SourceOptions:
-    """One try, and fsspec's own memory beside the usual schemes."""
-    root = tmp_path / "shared"
-    root.mkdir()
-    schemes = frozenset({"file", "http", "memory"})
-    return SourceOptions(tmp_path / "cache", root, schemes, max_tries=1)
-
-
-@pytest.fixture
-def server() -> Iterator[FileServer]:
-    """A server of files."""
-    with file_server() as running:
-        yield running
 
 
 @pytest.fixture(params=["file", "http", "memory"])

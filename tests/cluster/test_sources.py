@@ -6,7 +6,6 @@ import gc
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +34,6 @@ from tests.cluster.http_files import FileHandler, FileServer, cut_first, file_se
 
 DATA = bytes(range(256)) * 400
 DIGEST = hashlib.sha256(DATA).hexdigest()
-
-
-@pytest.fixture
-def server() -> Iterator[FileServer]:
-    """A server of files."""
-    with file_server() as running:
-        yield running
 
 
 @pytest.fixture
