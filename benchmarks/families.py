@@ -30,7 +30,7 @@ from tests.tiny_families import TINY_FAMILIES
 
 SIZES: Mapping[str, dict[str, Any]] = {
     "small": {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_head_kv": 4, "n_ff": 1536},
-    "tiny": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_head_kv": 2, "n_ff": 256},
+    "tiny": {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_head_kv": 1, "n_ff": 256},
 }
 EXPERTS = {
     "small": {"n_expert": 16, "n_used": 4, "n_ff_exp": 512, "n_ff": 512},

