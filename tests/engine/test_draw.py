@@ -15,7 +15,7 @@ from loragraph.engine.draw import RowDraw
 from loragraph.engine.params import SamplingParams
 from loragraph.engine.sampler import Sampler
 from loragraph.ggml.lib import Library
-from loragraph.kernels.sampling import LogitRow, MersenneTwister
+from loragraph.kernels.sampling import LogitRow, MersenneTwister, alone
 from loragraph.vocab.vocab import Vocab
 from tests.oracle.libllama import low
 
@@ -42,9 +42,9 @@ def drawn(lib: Library, logits: Logits, n: int, **params: Any) -> list[int]:
     """`n` tokens of one sampler's draw."""
     one = RowDraw(lib, SamplingParams(**params), MersenneTwister(params.get("seed", 1)))
     row = LogitRow(len(logits))
-    row.read(logits)
+    alone(row.read(logits))
     try:
-        return [one.of_row(logits, row) for _ in range(n)]
+        return [alone(one.of_row(logits, row)) for _ in range(n)]
     finally:
         one.close()
 
@@ -268,14 +268,14 @@ def test_a_clone_and_a_reset(lib: Library) -> None:
     params = SamplingParams(**{**OFF, "min_p": 0.1, "xtc_probability": 0.5}, seed=3)
     logits = steep(2)
     row = LogitRow(WIDE)
-    row.read(logits)
+    alone(row.read(logits))
     one = RowDraw(lib, params, MersenneTwister(3))
-    first = [one.of_row(logits, row) for _ in range(10)]
+    first = [alone(one.of_row(logits, row)) for _ in range(10)]
     other = one.clone()
-    rest = [one.of_row(logits, row) for _ in range(10)]
-    assert [other.of_row(logits, row) for _ in range(10)] == rest
+    rest = [alone(one.of_row(logits, row)) for _ in range(10)]
+    assert [alone(other.of_row(logits, row)) for _ in range(10)] == rest
     one.reset()
-    assert [one.of_row(logits, row) for _ in range(20)] == first + rest
+    assert [alone(one.of_row(logits, row)) for _ in range(20)] == first + rest
     one.close()
     other.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 from loragraph.engine.params import SamplingParams
 from loragraph.ggml.handles import Handle
 from loragraph.ggml.lib import Library
+from loragraph.kernels.sampling import Passes, other
 from loragraph.vocab.vocab import Vocab
 
 _MIROSTAT_M = 100  # candidates of mirostat's estimate: llama.cpp's (common/sampling.cpp)
@@ -23,6 +24,11 @@ class Chain(Handle):
     def apply(self, candidates: Any) -> None:
         """Filters a `llama_token_data_array`, and chooses if the chain ends in a draw."""
         self.lib.c.llama_sampler_apply(self.ptr, candidates)
+
+    def applied(self, candidates: Any) -> Passes[None]:
+        """`apply` as a call, to be run beside those of other sequences."""
+        function = self.lib.ffi.addressof(self.lib.c, "llama_sampler_apply")
+        yield from other(*map(self.lib.address, (function, self.ptr, candidates)))
 
     def reset(self) -> None:
         """Back to the state after construction."""

@@ -23,6 +23,7 @@ from loragraph.engine.invocation import active_from, segments_of
 from loragraph.engine.job import Job
 from loragraph.engine.outputs import StepOutputs
 from loragraph.engine.parts import StepRunner, TokenTexts
+from loragraph.engine.passes import RunCalls
 from loragraph.engine.plan import SchedulerConfig
 from loragraph.engine.pool import Grant
 from loragraph.engine.registry import Generation
@@ -38,6 +39,7 @@ from loragraph.errors import (
     DeadlineError,
     LoragraphError,
 )
+from loragraph.kernels.sampling import run_alone
 
 
 class EngineCore:
@@ -52,11 +54,11 @@ class EngineCore:
         clock: Callable[[], float],
         max_waiting: int = 1024,
         check_files: Callable[[], None] = lambda: None,
-        n_threads: int = 1,
+        run_calls: RunCalls = run_alone,
     ) -> None:
         """`check_files` raises, before a step, where the mapped model cannot be read any more.
 
-        `n_threads` sample.
+        `run_calls` runs what sampling asks of the rows of logits.
         """
         self.scheduler = Scheduler(config)
         self.residency = residency
@@ -71,7 +73,7 @@ class EngineCore:
         self._closed: LoragraphError | None = None
         self._ids = itertools.count()
         self.seats = Seats(config.max_sequences)
-        self.outputs = StepOutputs(self.scheduler, texts, self.stats, clock, n_threads)
+        self.outputs = StepOutputs(self.scheduler, texts, self.stats, clock, run_calls)
 
     @property
     def jobs(self) -> Iterator[Job]:
@@ -193,7 +195,6 @@ class EngineCore:
         for job in list(self.jobs):
             self._fail(job, error)
         self.holds.close(error)
-        self.outputs.close()
 
     def _expire(self) -> None:
         now = self._clock()

@@ -25,6 +25,7 @@ from loragraph.kernels.sampling import (
     MASS_ERROR,
     LogitRow,
     MersenneTwister,
+    Passes,
     draw_candidate,
 )
 from loragraph.vocab.vocab import Vocab
@@ -38,7 +39,7 @@ Logits = NDArray[np.float32]
 class Draw(Protocol):
     """A sequence's random numbers, and the filters in front of them."""
 
-    def among(self, candidates: Candidates) -> int:
+    def among(self, candidates: Candidates) -> Passes[int]:
         """One of the candidates, of which there is at least one."""
 
     def reset(self) -> None:
@@ -64,9 +65,9 @@ class ChainDraw:
     def __init__(self, filters: Chain) -> None:
         self._filters = filters
 
-    def among(self, candidates: Candidates) -> int:
+    def among(self, candidates: Candidates) -> Passes[int]:
         """One of the candidates."""
-        self._filters.apply(candidates.ptr)
+        yield from self._filters.applied(candidates.ptr)
         return candidates.selected
 
     def reset(self) -> None:
@@ -110,42 +111,44 @@ class RowDraw:
         self._lists |= self._typical_p < 1 and (self._top_p < 1 or self._min_p > 0)
         self._lists |= params.min_keep > 1
 
-    def among(self, candidates: Candidates) -> int:
+    def among(self, candidates: Candidates) -> Passes[int]:
         """One of the candidates, after typical, top-p, min-p, XTC and temperature."""
-        self._cuts.apply(candidates.ptr)
-        return self._among_cut(candidates)
+        yield from self._cuts.applied(candidates.ptr)
+        return (yield from self._among_cut(candidates))
 
-    def of_row(self, logits: Logits, row: LogitRow) -> int:
+    def of_row(self, logits: Logits, row: LogitRow) -> Passes[int]:
         """One token of `logits` (n,) f32, which `row` has read; some of them is above -inf."""
         self._last = None
         if row.max == HIGHEST:  # a bias has overflowed
             return row.best
-        lo = sigma_bound(row, self._params.top_n_sigma)
+        lo = yield from sigma_bound(row, self._params.top_n_sigma)
         if self._params.min_keep > 1:  # bounds know no counts
-            return self._listed(logits, lo)
+            return (yield from self._listed(logits, lo))
         if self._top_p < 1 and self._typical_p >= 1:
-            few = self._nucleus(logits, row, lo)
+            few = yield from self._nucleus(logits, row, lo)
             if few is not None:
-                return self._among_cut(Candidates(self._lib, few, logits, ranked=True))
+                candidates = Candidates(self._lib, few, logits, ranked=True)
+                return (yield from self._among_cut(candidates))
             if not self._lists:
-                return self._within_nucleus(logits, row, lo)
-            return self._listed(logits, lo)
+                return (yield from self._within_nucleus(logits, row, lo))
+            return (yield from self._listed(logits, lo))
         if self._top_p >= 1 and self._typical_p >= 1:
             lo = max(lo, self._min_p_bound(row))
         if self._lists:
-            return self._listed(logits, lo)
+            return (yield from self._listed(logits, lo))
         if self._typical_p < 1:
-            return self._typical(logits, row, lo)
-        return self._drawn(row, lo)
+            return (yield from self._typical(logits, row, lo))
+        return (yield from self._drawn(row, lo))
 
-    def left_of_row(self, logits: Logits, row: LogitRow) -> Left:
+    def left_of_row(self, logits: Logits, row: LogitRow) -> Passes[Left]:
         """What the last draw was among."""
         if self._last is None:  # it was our own, by bounds: no filter of these draws itself
             if row.max == HIGHEST:
                 return np.array([row.best]), np.zeros(1)
-            self._last = self._candidates(logits, sigma_bound(row, self._params.top_n_sigma))
-            self._cuts.apply(self._last.ptr)
-            self._changes.apply(self._last.ptr)
+            lo = yield from sigma_bound(row, self._params.top_n_sigma)
+            self._last = self._candidates(logits, lo)
+            yield from self._cuts.applied(self._last.ptr)
+            yield from self._changes.applied(self._last.ptr)
         return self._last.left()
 
     def reset(self) -> None:
@@ -164,25 +167,25 @@ class RowDraw:
         self._cuts.close()
         self._changes.close()
 
-    def _among_cut(self, candidates: Candidates) -> int:
+    def _among_cut(self, candidates: Candidates) -> Passes[int]:
         """Of candidates that passed typical and top-p."""
         self._last = candidates if self._params.post_sampling_probs else None
-        self._changes.apply(candidates.ptr)
+        yield from self._changes.applied(candidates.ptr)
         ptr = candidates.ptr
         index = draw_candidate(self._lib.address(ptr.data), int(ptr.size), self._random.uniform())
         return int(ptr.data[index].id)
 
-    def _listed(self, logits: Logits, lo: float) -> int:
+    def _listed(self, logits: Logits, lo: float) -> Passes[int]:
         """All above `lo` through libllama's filters."""
-        return self.among(self._candidates(logits, lo))
+        return (yield from self.among(self._candidates(logits, lo)))
 
     def _candidates(self, logits: Logits, lo: float) -> Candidates:
         candidates = Candidates(self._lib, np.flatnonzero(logits > lo), logits)
         candidates.prepare(self._params)
         return candidates
 
-    def _drawn(self, row: LogitRow, lo: float) -> int:
-        token = row.draw(self._random.uniform(), self._temperature, lo)
+    def _drawn(self, row: LogitRow, lo: float) -> Passes[int]:
+        token = yield from row.draw(self._random.uniform(), self._temperature, lo)
         return row.best if token < 0 else token
 
     def _min_p_bound(self, row: LogitRow) -> float:
@@ -191,21 +194,23 @@ class RowDraw:
             return LOWEST
         return below(float(np.float32(row.max) + self._min_p_below))
 
-    def _nucleus(self, logits: Logits, row: LogitRow, lo: float) -> NDArray[np.int64] | None:
+    def _nucleus(
+        self, logits: Logits, row: LogitRow, lo: float
+    ) -> Passes[NDArray[np.int64] | None]:
         """The ids that top-p keeps, best first, if they are few."""
         # No weight is above 1: this many candidates cannot have more mass than they are.
-        if self._top_p * row.estimate(lo) > 2 * _FEW:
+        if self._top_p * (yield from row.estimate(lo)) > 2 * _FEW:
             return None
-        wanted = self._top_p * row.mass(lo)
+        wanted = self._top_p * (yield from row.mass(lo))
         if wanted > _FEW:
             return None
-        ids = row.top(_FEW)
+        ids = yield from row.top(_FEW)
         values = logits[ids].astype(np.float64)
         reached = np.cumsum(np.exp(values - row.max)) >= wanted
         n = int(reached.argmax()) + 1
         return ids[:n] if reached[n - 1] and values[n - 1] > lo else None
 
-    def _within_nucleus(self, logits: Logits, row: LogitRow, lo: float) -> int:
+    def _within_nucleus(self, logits: Logits, row: LogitRow, lo: float) -> Passes[int]:
         """Draws until a token lies in the nucleus: the mass above it is less than top_p.
 
         After a token that does not, only those above it are left: at least as likely as `top_p`,
@@ -215,17 +220,19 @@ class RowDraw:
         floor = max(lo, self._min_p_bound(row))
         mass = math.inf
         while True:
-            token = self._drawn(row, floor)
+            token = yield from self._drawn(row, floor)
             edge = float(logits[token])
             if floor == lo:
                 mass = self._mass_bound(row.drawn_mass, len(logits))
-            above_it, rest = row.split(token, edge, outer=lo, most=p * mass, rest=(1 - p) * mass)
+            above_it, rest = yield from row.split(
+                token, edge, outer=lo, most=p * mass, rest=(1 - p) * mass
+            )
             if rest >= (1 - p) * mass or token == row.best:
                 return token
             if above_it < p * mass:  # all was summed
                 mass = above_it + rest
                 if abs(above_it - p * mass) < 2 * MASS_ERROR * mass:
-                    above_it, rest = row.split(token, edge, outer=lo, exact=True)
+                    above_it, rest = yield from row.split(token, edge, outer=lo, exact=True)
                     mass = above_it + rest
                 if above_it < p * mass:
                     return token
@@ -241,35 +248,36 @@ class RowDraw:
         t = self._temperature
         return _CERTAIN * (mass if t >= 1 else n ** (1 - t) * mass**t)
 
-    def _typical(self, logits: Logits, row: LogitRow, lo: float) -> int:
+    def _typical(self, logits: Logits, row: LogitRow, lo: float) -> Passes[int]:
         """Draws until a token lies in the typical set: the nearest ones to the mean logit.
 
         The mass nearer than a token of the set is at most typical_p: libllama's takes tokens in
         until they are more. -log p - entropy is the mean logit minus the token's.
         """
-        mass, mean = row.mean(lo)
+        mass, mean = yield from row.mean(lo)
         wanted = self._typical_p * mass
         floor, ceiling, peak = lo, HIGHEST, row.max
         while True:
-            token = row.draw(self._random.uniform(), self._temperature, floor, ceiling, peak)
+            u = self._random.uniform()
+            token = yield from row.draw(u, self._temperature, floor, ceiling, peak)
             assert token >= 0  # whatever refuses a token has found others nearer
             near, far = _mirrored(float(logits[token]), mean)
             near = max(near, lo)
             others = _CERTAIN * (mass - wanted)
             most = _CERTAIN * wanted or math.inf
-            nearer, rest = row.split(token, near, far, lo, most=most, rest=others)
+            nearer, rest = yield from row.split(token, near, far, lo, most=most, rest=others)
             if nearer <= wanted or rest >= others:
                 return token
-            if row.mass(near, far) > wanted:
+            if (yield from row.mass(near, far)) > wanted:
                 floor, ceiling = near, far
             else:  # some that are as far as this one are in
                 floor, ceiling = max(below(near), lo), above(far)
-            peak = row.max_below(ceiling)
+            peak = yield from row.max_below(ceiling)
 
 
-def sigma_bound(row: LogitRow, n: float) -> float:
+def sigma_bound(row: LogitRow, n: float) -> Passes[float]:
     """Below what top-n-sigma keeps: max - n standard deviations; -inf where it is off."""
-    return below(row.max - n * row.deviation()) if n > 0 else LOWEST
+    return below(row.max - n * (yield from row.deviation())) if n > 0 else LOWEST
 
 
 def below(value: float) -> float:

@@ -239,7 +239,7 @@ class Engine(EngineRequests, EngineAdapters):
             time.monotonic,
             options.max_waiting,
             self.model.check_files,
-            self._n_threads,
+            self._runner.run_calls,
         )
         self._jobs = JobMaker(self.model, self.registry, self.config.sequence_limit)
         deliveries = Deliveries()

@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.engine.counters import CoreStats
-from loragraph.engine.crew import Crew
 from loragraph.engine.job import ChoiceState, Job
 from loragraph.engine.logprobs import TokenLogprob, best_tokens, token_logprobs
 from loragraph.engine.parts import TokenTexts
+from loragraph.engine.passes import RunCalls, together
 from loragraph.engine.plan import Chunk, StepPlan
 from loragraph.engine.scheduler import Scheduler
 from loragraph.engine.sequence import Sequence as TokenSequence
 from loragraph.errors import BackendError, LoragraphError
+from loragraph.kernels.sampling import Passes, run_alone
 
 Logits = NDArray[np.float32]
 
@@ -43,7 +44,7 @@ class StepOutputs:
         texts: TokenTexts,
         stats: CoreStats,
         clock: Callable[[], float],
-        n_threads: int = 1,
+        run_calls: RunCalls = run_alone,
     ) -> None:
         self.choices: dict[TokenSequence, ChoiceState] = {}
         self._stats = stats
@@ -52,11 +53,7 @@ class StepOutputs:
         self._clock = clock
         self._pieces: dict[int, tuple[bytes, bool]] = {}
         self._all_pieces: dict[int, tuple[bytes, bool]] = {}  # those of control tokens too
-        self._crew = Crew(n_threads)
-
-    def close(self) -> None:
-        """Ends the threads that sample; a second call does nothing."""
-        self._crew.close()
+        self._run_calls = run_calls
 
     def update(self, plan: StepPlan, logits: Logits, states: NDArray[np.float32]) -> Ended:
         """Samples and sends out.
@@ -120,20 +117,14 @@ class StepOutputs:
         """The next token of each choice; `logits` (n_outputs, n_tokens) f32, a row of it each."""
         best = best_tokens(logits, [row for choice, row in chosen if choice.sampler.is_argmax])
         found: list[int | LoragraphError | None] = [None] * len(chosen)
-        rest: list[int] = []
+        rest: list[tuple[int, Passes[int]]] = []
         for index, (choice, row) in enumerate(chosen):
             found[index] = token = best.get(row)
             if token is None or token in (choice.sampler.forbidden or ()):
-                rest.append(index)
-
-        def sample(index: int) -> None:
-            choice, row = chosen[index]
-            try:
-                found[index] = choice.sampler.sample(logits[row])
-            except LoragraphError as error:
-                found[index] = error
-
-        self._crew.each(sample, rest, size=logits.shape[1])
+                rest.append((index, choice.sampler.sampling(logits[row])))
+        drawn = together([passes for _, passes in rest], self._run_calls)
+        for (index, _), one in zip(rest, drawn, strict=True):
+            found[index] = one
         sampled = self._accepted(chosen, found, ended)
         logprobs = _logprobs(sampled, logits)
         for choice, _, token in sampled:

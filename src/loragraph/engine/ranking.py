@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.kernels.sampling import LogitRow
+from loragraph.kernels.sampling import LogitRow, Passes, alone
 
 _MAX_HEAP = 2048
 
@@ -15,14 +15,14 @@ def ranked(logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
     if not len(logits):
         return np.empty(0, np.int64)
     row = LogitRow(len(logits))
-    row.read(np.ascontiguousarray(logits))
-    return best_of(row, logits, n)
+    alone(row.read(np.ascontiguousarray(logits)))
+    return alone(best_of(row, logits, n))
 
 
-def best_of(row: LogitRow, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
+def best_of(row: LogitRow, logits: NDArray[np.float32], n: int) -> Passes[NDArray[np.int64]]:
     """`ranked` of logits that `row` has read."""
     if n <= _MAX_HEAP:
-        return row.top(n)
+        return (yield from row.top(n))
     size = len(logits)
     if n < size:
         ids = np.flatnonzero(logits >= np.partition(logits, size - n)[size - n])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loragraph.adapters.mix import EMPTY_MIX
+from loragraph.engine.row_threads import RowThreads
 from loragraph.ggml.handles import (
     I32,
     CpuBackend,
@@ -29,6 +30,7 @@ from loragraph.graph.inputs import Inputs, InputSpec
 from loragraph.graph.kv_cache import CellFormat, KvCache
 from loragraph.graph.lowrank.base import GraphLowering, Lowering
 from loragraph.graph.products import GgmlProducts, GraphProducts
+from loragraph.kernels.sampling import RowCall
 
 MAX_GRAPHS = 16
 """Kept graphs; each holds about half a kilobyte a node, and none holds compute memory."""
@@ -119,6 +121,8 @@ class Runner:
             self._allocator = undo.enter_context(GraphAllocator(self._lib))
             self._inputs = Inputs(self._lib, specs)
             undo.callback(self._inputs.close)
+            self._row_threads = RowThreads(backend)
+            undo.callback(self._row_threads.close)
             self._reserve(n_batch)
             undo.pop_all()
 
@@ -138,6 +142,10 @@ class Runner:
         self.counters.n_steps += 1
         self.counters.n_nodes = graph.n_nodes
         return graph.values.copy() if copy else graph.values
+
+    def run_calls(self, calls: Sequence[RowCall]) -> None:
+        """Runs passes over rows of logits, in any order, on the threads of the steps."""
+        self._row_threads.run(calls)
 
     def clear_cells(self, first: int) -> None:
         """Zeroes the cells from `first` on."""
@@ -169,6 +177,7 @@ class Runner:
         """Frees everything it took over."""
         self.drop_graphs()
         self._allocator.close()
+        self._row_threads.close()
         self._inputs.close()
         self._lowering.close()
         self._cache.close()

@@ -24,7 +24,7 @@ from loragraph.engine.params import MAX_LAST_N, SamplingParams, bad_param
 from loragraph.engine.ranking import best_of, ranked
 from loragraph.engine.repetition import Repetition
 from loragraph.errors import BackendError, InvalidRequestError
-from loragraph.kernels.sampling import LogitRow
+from loragraph.kernels.sampling import LogitRow, Passes, alone
 from loragraph.vocab.vocab import Vocab
 
 _MAX_SINGLY = 200  # above, asking the grammar about all tokens at once is cheaper
@@ -97,15 +97,19 @@ class Sampler:
         no finite numbers, InvalidRequestError where bias, grammar and min_tokens leave no
         candidate.
         """
-        row, logits = self._read(logits)
+        return alone(self.sampling(logits))
+
+    def sampling(self, logits: NDArray[np.float32]) -> Passes[int]:
+        """`sample` as passes, to be run beside those of other sequences."""
+        row, logits = yield from self._read(logits)
         ids = self._ids_to_change()
         if not len(ids):
-            return self._choose(logits, row)
+            return (yield from self._choose(logits, row))
         before = logits[ids]  # a copy of the whole row would take longer than all the rest
         try:
             self._change(logits)
-            row.changed(ids)
-            return self._choose(logits, row)
+            yield from row.changed(ids)
+            return (yield from self._choose(logits, row))
         finally:
             logits[ids] = before
 
@@ -193,7 +197,7 @@ class Sampler:
             for token in self._prompt:
                 self._repetition.accept(token)
 
-    def _read(self, logits: NDArray[np.float32]) -> tuple[LogitRow, NDArray[np.float32]]:
+    def _read(self, logits: NDArray[np.float32]) -> Passes[tuple[LogitRow, NDArray[np.float32]]]:
         """What a scan finds in the logits; and they, or a copy if they cannot be written to."""
         if logits.dtype != np.float32 or logits.shape != (self._vocab.n_tokens,):
             raise BackendError(
@@ -205,7 +209,7 @@ class Sampler:
             logits = logits.copy()
         if self._row is None:
             self._row = LogitRow(self._vocab.n_tokens)
-        self._row.read(logits)
+        yield from self._row.read(logits)
         if not self._row.finite:
             raise BackendError("the model's logits are not finite numbers")
         return self._row, logits
@@ -227,21 +231,21 @@ class Sampler:
         if self._repetition is not None:
             self._repetition.apply(logits)
 
-    def _choose(self, logits: NDArray[np.float32], row: LogitRow) -> int:
+    def _choose(self, logits: NDArray[np.float32], row: LogitRow) -> Passes[int]:
         if self.params.greedy:
             if self._grammar is None:
                 return self._checked(row.best, logits)
-            return int(self._allowed(logits, row, 1).data["id"][0])
+            return int((yield from self._allowed(logits, row, 1)).data["id"][0])
         assert self._draw is not None
         if self._grammar is None and isinstance(self._draw, draw.RowDraw):
             self._checked(row.best, logits)
-            token = self._draw.of_row(logits, row)
+            token = yield from self._draw.of_row(logits, row)
             if self.params.post_sampling_probs:
-                self._left = self._draw.left_of_row(logits, row)
+                self._left = yield from self._draw.left_of_row(logits, row)
             return token
         k = 0 if self.params.mirostat else self.params.top_k
-        candidates = self._allowed(logits, row, k)
-        token = self._draw.among(candidates)
+        candidates = yield from self._allowed(logits, row, k)
+        token = yield from self._draw.among(candidates)
         if self.params.post_sampling_probs:
             self._left = candidates.left()
         return token
@@ -251,15 +255,16 @@ class Sampler:
             raise _nothing_left()
         return token
 
-    def _allowed(self, logits: NDArray[np.float32], row: LogitRow, k: int) -> Candidates:
+    def _allowed(self, logits: NDArray[np.float32], row: LogitRow, k: int) -> Passes[Candidates]:
         """The best `k` candidates (all of them for k <= 0) that the grammar and sigma allow."""
         if self._sigma is None:
-            ids = self._allowed_ids(logits, row, k)
+            ids = yield from self._allowed_ids(logits, row, k)
         elif self._grammar is None and k > 0 and math.isfinite(row.max):
-            ids = best_of(row, logits, k)
-            ids = ids[logits[ids] > draw.sigma_bound(row, self.params.top_n_sigma)]
+            ids = yield from best_of(row, logits, k)
+            ids = ids[logits[ids] > (yield from draw.sigma_bound(row, self.params.top_n_sigma))]
         else:
-            ids = self._within_sigma(self._sigma, self._allowed_ids(logits, row, 0), logits)
+            ids = yield from self._allowed_ids(logits, row, 0)
+            ids = yield from self._within_sigma(self._sigma, ids, logits)
             ids = ids[ranked(logits[ids], k)] if k > 0 else ids
         candidates = Candidates(self._vocab.lib, ids, logits, ranked=k > 0)
         candidates.prepare(self.params)
@@ -269,25 +274,27 @@ class Sampler:
 
     def _within_sigma(
         self, sigma: Chain, ids: NDArray[np.int64], logits: NDArray[np.float32]
-    ) -> NDArray[np.int64]:
+    ) -> Passes[NDArray[np.int64]]:
         """Of these candidates, those that top-n-sigma keeps, in the same order."""
         candidates = Candidates(self._vocab.lib, ids, logits)
         candidates.drop_forbidden(math.inf)
         if len(candidates.data):
-            sigma.apply(candidates.ptr)
+            yield from sigma.applied(candidates.ptr)
         data = candidates.data
         return data["id"][data["logit"] > -np.inf].astype(np.int64)
 
-    def _allowed_ids(self, logits: NDArray[np.float32], row: LogitRow, k: int) -> NDArray[np.int64]:
+    def _allowed_ids(
+        self, logits: NDArray[np.float32], row: LogitRow, k: int
+    ) -> Passes[NDArray[np.int64]]:
         """Ids of the best `k` that the grammar allows, the best first for k > 0.
 
         Exact: the grammar is asked about the top of the ranking one by one, and about all tokens at
         once where too few of the top passed.
         """
         if self._grammar is None:
-            return best_of(row, logits, k) if k > 0 else np.arange(len(logits))
+            return (yield from best_of(row, logits, k)) if k > 0 else np.arange(len(logits))
         if 0 < k <= _MAX_SINGLY:
-            top = row.top(k * _SINGLY_PER_CANDIDATE)
+            top = yield from row.top(k * _SINGLY_PER_CANDIDATE)
             passed = list(islice(filter(self._grammar.allows, top.tolist()), k))
             if len(passed) == k:
                 return np.array(passed, np.int64)

@@ -28,6 +28,7 @@ SOURCES = (
     "product_f16_avx512.c",
     "product_f16_avx2.c",
     "sampling.c",
+    "sampling_calls.c",
     "sampling_portable.c",
     "sampling_avx2.c",
     "sampling_avx512.c",

@@ -84,6 +84,51 @@ double loragraph_row_mass_error(void);
 int64_t loragraph_draw_blocks(int64_t n);
 int64_t loragraph_row_draw(const row_window *window, double u, double *sums, double *mass);
 
+/* What a row_call does: one of the passes above over one row, or another function. */
+enum {
+    ROW_SCAN,      /* maxima, scan */
+    ROW_RESCAN,    /* maxima and scan, after x[ids[n_ids]] were changed */
+    ROW_TOP,       /* ids[n_ids], the best; n_ids becomes what is found */
+    ROW_MASS,      /* found[0] */
+    ROW_ESTIMATE,  /* found[0] */
+    ROW_SPLIT,     /* found[0] and [1] */
+    ROW_MEANS,     /* found[0] and [1] */
+    ROW_MOMENTS,   /* found[0], [1] and [2] */
+    ROW_MAX_BELOW, /* found[0]: the largest value below window.hi */
+    ROW_DRAW,      /* id; the window's mass in found[0] */
+    ROW_OTHER,     /* other(first, second) */
+};
+
+/* A pass with what it reads, and where it writes. */
+typedef struct {
+    int32_t what, exact;
+    row_window window;
+    float *maxima;
+    double *sums;
+    row_candidate *heap;
+    int64_t *ids;
+    int64_t n_ids, id;
+    double u, most, rest;
+    float outer_lo;
+    row_scan scan;
+    double found[3];
+    void (*other)(void *first, void *second);
+    void *first, *second;
+} row_call;
+
+/* The userdata of loragraph_row_calls_run. `next` has to be 0 before each compute. */
+typedef struct {
+    row_call **calls;
+    int64_t n, next;
+} row_calls;
+
+void loragraph_row_call(row_call *call);
+
+struct ggml_tensor;
+
+/* A ggml custom node: each thread takes the next call until all are done. Reads and writes no tensor. */
+void loragraph_row_calls_run(struct ggml_tensor *dst, int ith, int nth, void *userdata);
+
 /* The index that libllama's dist sampler chooses for u among n >= 1 candidates. */
 int64_t loragraph_candidates_draw(const row_candidate *data, int64_t n, double u);
 

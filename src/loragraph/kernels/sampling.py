@@ -1,20 +1,30 @@
 """Choosing from a row of logits in C (sampling.h): a scan, the best k, masses and draws.
 
 In: rows of logits and bounds. Out: token ids. What the bounds mean, the callers know.
+
+A pass over a row is a generator that yields the call to be run, and gives what was found when it
+goes on: so whoever holds the rows of many sequences runs their calls beside one another, and
+`alone` runs those of one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loragraph.kernels.library import ffi, lib, pointer
+from loragraph.kernels.library import CustomNode, ffi, lib, pointer
 
 Logits = NDArray[np.float32]
+RowCall = Any
+"""A `row_call *` (sampling.h)."""
+
+_T = TypeVar("_T")
+Passes = Generator[RowCall, None, _T]
+"""Calls one after another, each to be run before the next is asked for; then what came of them."""
 
 MASS_ERROR = float(lib.loragraph_row_mass_error())
 """Relative error of masses that are not exact."""
@@ -34,21 +44,26 @@ class LogitRow:
         self._n = n
         self._maxima = ffi.new("float[]", lib.loragraph_row_blocks(n))
         self._sums = ffi.new("double[]", lib.loragraph_draw_blocks(n))
-        self._mass = ffi.new("double *")
-        self._scan = ffi.new("row_scan *")
-        self._window = ffi.new("row_window *", {"n": n})
+        self._call = ffi.new("row_call *", {"maxima": self._maxima, "sums": self._sums})
+        self._window = self._call.window
+        self._window.n = n
+        self._scan = self._call.scan
+        self._found = self._call.found
         self._x: Any = ffi.NULL
+        self.drawn_mass = math.nan
+        """Mass of the window of the last `draw`, at its temperature."""
 
-    def read(self, logits: Logits) -> None:
+    def read(self, logits: Logits) -> Passes[None]:
         """Scans (n,) f32, which is borrowed until the next call."""
         self._x = ffi.from_buffer("float[]", logits)
         self._window.x = self._x
-        lib.loragraph_row_scan(self._x, self._n, self._maxima, self._scan)
+        yield self._pass(lib.ROW_SCAN)
 
-    def changed(self, ids: NDArray[np.int64]) -> None:
+    def changed(self, ids: NDArray[np.int64]) -> Passes[None]:
         """To be called when the values at these ids, (n,) i64, are others than in `read`."""
         where = ffi.from_buffer("int64_t[]", ids)
-        lib.loragraph_row_rescan(self._x, self._n, where, len(ids), self._maxima, self._scan)
+        self._call.ids, self._call.n_ids = where, len(ids)
+        yield self._pass(lib.ROW_RESCAN)
 
     @property
     def finite(self) -> bool:
@@ -65,21 +80,28 @@ class LogitRow:
         """The lowest id of the largest value."""
         return int(self._scan.best)
 
-    def top(self, k: int) -> NDArray[np.int64]:
+    def top(self, k: int) -> Passes[NDArray[np.int64]]:
         """Ids of the `k` largest, best first, the lower id among equals; at most all."""
         k = min(k, self._n)
         ids = np.empty(k, np.int64)
         heap = ffi.new("row_candidate[]", k)
         into = ffi.from_buffer("int64_t[]", ids)
-        return ids[: lib.loragraph_row_top(self._x, self._n, self._maxima, k, heap, into)]
+        self._call.heap, self._call.ids, self._call.n_ids = heap, into, k
+        yield self._pass(lib.ROW_TOP)
+        return ids[: self._call.n_ids]
 
-    def mass(self, lo: float = LOWEST, hi: float = HIGHEST, *, exact: bool = False) -> float:
+    def mass(
+        self, lo: float = LOWEST, hi: float = HIGHEST, *, exact: bool = False
+    ) -> Passes[float]:
         """Sum of the weights at temperature 1 and the row's own maximum."""
-        return float(lib.loragraph_row_mass(self._bounds(lo, hi), exact))
+        self._call.exact = exact
+        yield self._pass(lib.ROW_MASS, lo, hi)
+        return float(self._found[0])
 
-    def estimate(self, lo: float = LOWEST) -> float:
+    def estimate(self, lo: float = LOWEST) -> Passes[float]:
         """What `mass` may be, from an eighth of the row."""
-        return float(lib.loragraph_row_estimate(self._bounds(lo, HIGHEST)))
+        yield self._pass(lib.ROW_ESTIMATE, lo)
+        return float(self._found[0])
 
     def split(
         self,
@@ -91,33 +113,33 @@ class LogitRow:
         most: float = math.inf,
         rest: float = math.inf,
         exact: bool = False,
-    ) -> tuple[float, float]:
+    ) -> Passes[tuple[float, float]]:
         """`mass`, with those on the bounds themselves whose id is below `token`; and the others'.
 
         The others are those above `outer` that are not in the first. Sums no further once the first
         reaches `most` or the second `rest`.
         """
-        out = ffi.new("double[2]")
-        lib.loragraph_row_split(self._bounds(lo, hi), token, outer, most, rest, exact, out)
-        return float(out[0]), float(out[1] - out[0])
+        call = self._call
+        call.id, call.outer_lo, call.most, call.rest, call.exact = token, outer, most, rest, exact
+        yield self._pass(lib.ROW_SPLIT, lo, hi)
+        return float(self._found[0]), float(self._found[1] - self._found[0])
 
-    def mean(self, lo: float = LOWEST) -> tuple[float, float]:
+    def mean(self, lo: float = LOWEST) -> Passes[tuple[float, float]]:
         """The window's mass, and the mean logit by weight at temperature 1."""
-        out = ffi.new("double[2]")
-        lib.loragraph_row_means(self._bounds(lo, HIGHEST), out)
-        return float(out[0]), self.max + out[1] / out[0]
+        yield self._pass(lib.ROW_MEANS, lo)
+        return float(self._found[0]), self.max + self._found[1] / self._found[0]
 
-    def deviation(self) -> float:
+    def deviation(self) -> Passes[float]:
         """Standard deviation of the logits that are not -inf; infinite where F32 overflows."""
-        out = ffi.new("double[3]")
-        lib.loragraph_row_moments(self._bounds(LOWEST, HIGHEST), out)
-        count, total, squares = out
+        yield self._pass(lib.ROW_MOMENTS)
+        count, total, squares = self._found
         variance = squares / count - (total / count) ** 2
         return math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.inf
 
-    def max_below(self, hi: float) -> float:
+    def max_below(self, hi: float) -> Passes[float]:
         """The largest value below `hi`, -inf if there is none."""
-        return float(lib.loragraph_row_max_below(self._x, self._n, hi))
+        yield self._pass(lib.ROW_MAX_BELOW, hi=hi)
+        return float(self._found[0])
 
     def draw(
         self,
@@ -126,23 +148,60 @@ class LogitRow:
         lo: float = LOWEST,
         hi: float = HIGHEST,
         peak: float | None = None,
-    ) -> int:
+    ) -> Passes[int]:
         """The token at share `u` of the window's mass, in the order of the ids; -1: it is empty."""
-        window = self._bounds(lo, hi)
-        window.temperature = temperature
+        call = self._pass(lib.ROW_DRAW, lo, hi)
+        call.u, self._window.temperature = u, temperature
         if peak is not None:
-            window.max = peak
-        return int(lib.loragraph_row_draw(window, u, self._sums, self._mass))
+            self._window.max = peak
+        yield call
+        self.drawn_mass = float(self._found[0])
+        return int(call.id)
 
-    @property
-    def drawn_mass(self) -> float:
-        """Mass of the window of the last `draw`, at its temperature."""
-        return float(self._mass[0])
-
-    def _bounds(self, lo: float, hi: float) -> Any:
+    def _pass(self, what: int, lo: float = LOWEST, hi: float = HIGHEST) -> RowCall:
         window = self._window
         window.lo, window.hi, window.max, window.temperature = lo, hi, self._scan.max, 1.0
-        return window
+        self._call.what = what
+        return self._call
+
+
+def other(function: Any, first: int, second: int) -> Passes[None]:
+    """A call of a C function with two addresses, to be run beside passes over rows."""
+    call = ffi.new("row_call *", {"what": lib.ROW_OTHER})
+    call.other = ffi.cast("void (*)(void *, void *)", function)
+    call.first, call.second = (ffi.cast("void *", address) for address in (first, second))
+    yield call
+
+
+def run_alone(calls: Sequence[RowCall]) -> None:
+    """Runs calls on this thread."""
+    for call in calls:
+        lib.loragraph_row_call(call)
+
+
+def alone(passes: Passes[_T]) -> _T:
+    """What passes give that run on this thread."""
+    while True:
+        try:
+            lib.loragraph_row_call(next(passes))
+        except StopIteration as end:
+            found: _T = end.value
+            return found
+
+
+class RowCallsNode(CustomNode):
+    """Runs many calls on the threads of a compute."""
+
+    function_name = "loragraph_row_calls_run"
+
+    def __init__(self) -> None:
+        self._struct = ffi.new("row_calls *")
+        self._calls: Any = ffi.NULL
+
+    def write(self, calls: Sequence[RowCall]) -> None:
+        """What the next compute runs; the calls must outlive it."""
+        self._calls = ffi.new("row_call *[]", list(calls))
+        self._struct.calls, self._struct.n, self._struct.next = self._calls, len(calls), 0
 
 
 def best_of_rows(logits: Logits, rows: Sequence[int]) -> tuple[list[int], list[bool]]:
