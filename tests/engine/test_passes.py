@@ -15,7 +15,7 @@ from loragraph.engine.params import SamplingParams
 from loragraph.engine.passes import together
 from loragraph.engine.request import Request
 from loragraph.engine.row_threads import RowThreads
-from loragraph.errors import BackendError, LoragraphError
+from loragraph.errors import BackendError, LifecycleError, LoragraphError
 from loragraph.ggml.handles import CpuBackend
 from loragraph.ggml.lib import Library
 from loragraph.kernels.sampling import LogitRow, Passes, RowCall, alone, run_alone
@@ -102,6 +102,8 @@ def test_the_backends_threads_find_the_same(lib: Library, n_threads: int, n_rows
             assert found == [alone(step(LogitRow(WIDE), x, n)) for x in rows]
         threads.close()
         threads.close()
+        with pytest.raises(LifecycleError):
+            threads.run([])
 
 
 def test_texts_are_those_of_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class RowThreads:
 
     def run(self, calls: Sequence[RowCall]) -> None:
         """Runs calls of different rows, in any order; returns when all are done."""
+        _ = self._buffer.ptr  # raises after close
         if len(calls) < _FEWEST:
             run_alone(calls)
             return
