@@ -8,7 +8,6 @@ round by round as in `scripts/bench engine`; a ratio above 1 is faster than libl
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -20,8 +19,7 @@ import numpy as np
 
 from benchmarks import models
 from benchmarks.engine import Row, speed_rows
-from benchmarks.models import BASE_PACKAGE
-from benchmarks.real_models import GEMMA_PACKAGE, known_models
+from benchmarks.real_models import known_models, tell_absent
 from benchmarks.sides import Settings, Side, SideName, open_side, prepare
 from benchmarks.targets import Target, verdicts
 from tests.tiny import TinyAdapter, TinyModel
@@ -41,11 +39,6 @@ _WITH_EXPERTS = {"mixtral" if arch == "llama" else arch: arch for arch in TINY_E
 _ALL = (*TINY_FAMILIES, *_WITH_EXPERTS)
 _HEAD_DIM, _N_VOCAB = 64, 2048
 _ASKED = 0.95  # of libllama's speed
-
-
-def absent_packages(names: Iterable[str]) -> list[str]:
-    """Those that are not installed, by the names that pip knows."""
-    return [name.replace("_", "-") for name in names if importlib.util.find_spec(name) is None]
 
 
 def random_model(arch: str, size: str, type_: str) -> TinyModel:
@@ -170,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.clock == "cpu" and args.threads != 1:
         parser.error("--clock cpu sums the time of all threads: use --threads 1")
     if not args.no_real:
-        for package in absent_packages((BASE_PACKAGE, GEMMA_PACKAGE)):
-            print(f"the package {package} is not installed: its real model is left out", flush=True)
+        tell_absent(lambda line: print(line, flush=True))
     rows = run(args, lambda row: print(f"{row.type} {row.measure}: {row.ratios}", flush=True))
     print(f"\n{args.threads} threads, {args.clock} clock, medians of {args.rounds} rounds\n")
     print(f"{markdown(rows)}\n\n{compact(rows)}\n\n{verdicts(targets(rows))}")

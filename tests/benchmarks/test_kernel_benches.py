@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import families, kernel_attention, kernel_lowrank, long_prompts, sampling
+from benchmarks import (
+    families,
+    kernel_attention,
+    kernel_lowrank,
+    long_prompts,
+    real_models,
+    sampling,
+)
 from benchmarks.engine import row_of
 from benchmarks.kernel_attention import CELLS, FLASH, UNIFIED
 from benchmarks.long_prompts import Speeds
@@ -83,6 +90,19 @@ def test_a_familys_ratios_are_one_line() -> None:
     ]
 
 
-def test_packages_that_are_absent_are_named_as_pip_knows_them() -> None:
+def test_packages_that_are_absent_are_named_as_pip_knows_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What a run leaves out is said."""
-    assert families.absent_packages(("pytest", "no_such_package")) == ["no-such-package"]
+    monkeypatch.setattr(real_models, "BASE_PACKAGE", "pytest")
+    monkeypatch.setattr(real_models, "GEMMA_PACKAGE", "no_such_package")
+    said: list[str] = []
+    real_models.tell_absent(said.append)
+    assert said == ["the package no-such-package is not installed: its real model is left out"]
+
+
+@pytest.mark.parametrize("size", families.SIZES)
+def test_the_families_models_are_ones_that_libllama_takes(size: str) -> None:
+    """Of Qwen2 and others it takes heads of n_embd / n_head values alone."""
+    sizes = families.SIZES[size]
+    assert sizes["n_embd"] == sizes["n_head"] * 64
