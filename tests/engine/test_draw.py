@@ -195,7 +195,7 @@ def test_equal_tokens_at_the_nucleus_edge(lib: Library) -> None:
 
 @pytest.mark.parametrize("typical_p", [0.9, 0.3, 0.0])
 @pytest.mark.parametrize("make", [flat, steep])
-@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 0.1, 1.7])
 def test_typical(lib: Library, make: Any, typical_p: float, temperature: float) -> None:
     """The tokens nearest to the mean logit, also where the most likely ones are too far from it."""
     logits = make(5)
@@ -204,6 +204,17 @@ def test_typical(lib: Library, make: Any, typical_p: float, temperature: float) 
         lib, logits, 100, **{**OFF, "typical_p": typical_p, "temperature": temperature}, seed=6
     )
     _check_shares(draws, logits, kept, temperature, 5)
+
+
+@pytest.mark.parametrize("typical_p", [0.0, 1e-6, 0.25])
+def test_typical_among_many_equal_tokens_takes_few_draws(lib: Library, typical_p: float) -> None:
+    """It drew until one of the lowest ids came: of 151,936 equal tokens, for minutes."""
+    logits = np.zeros(WIDE, np.float32)
+    logits[::2] = 1.0
+    kept = _typical(logits, typical_p)
+    fields = {**OFF, "typical_p": typical_p, "temperature": 0.7}
+    draws = drawn(lib, logits, 60, **fields, seed=1)
+    _check_shares(draws, logits, kept, 0.7, min(4, len(kept)))
 
 
 def test_typical_with_equal_tokens(lib: Library) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loragraph.kernels.library import forced_dispatch, instruction_sets
+from loragraph.kernels.library import ffi, forced_dispatch, instruction_sets, lib
 from loragraph.kernels.sampling import (
     MASS_ERROR,
     LogitRow,
@@ -40,6 +41,13 @@ def row_of(logits: Logits) -> LogitRow:
     row = LogitRow(len(logits))
     alone(row.read(logits))
     return row
+
+
+def window_of(logits: Logits) -> Any:
+    """All of a row, at temperature 1."""
+    x = ffi.from_buffer("float[]", logits)  # lives with the array, which the test holds
+    edges = {"lo": -math.inf, "hi": math.inf, "max": float(logits.max()), "temperature": 1.0}
+    return ffi.new("row_window *", {"x": x, "n": len(logits), **edges})
 
 
 class Dist:
@@ -133,6 +141,22 @@ def test_the_ends_of_the_mass(isa: str) -> None:
     assert [alone(equal.draw(share, 0.7)) for share in (0.25, 0.5, 0.75)] == [1023, 2047, 3071]
 
 
+@pytest.mark.parametrize("name", ["flat", "steep", "forbidden", "few values", "two", "one"])
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 2.0])
+def test_typical_tokens_depend_on_no_instruction_set(name: str, temperature: float) -> None:
+    """Nor do they lie outside the window."""
+    logits = ROWS[name]
+    lo = float(np.float32(logits.max() - 9))
+    found = []
+    for one in instruction_sets():
+        with forced_dispatch(one):
+            row, random = row_of(logits), MersenneTwister(11)
+            draws = [row.typical(p, random, temperature, lo) for p in (0.9, 0.5, 0.1, 0.0) * 5]
+            found.append([alone(draw) for draw in draws])
+    assert all(tokens == found[0] for tokens in found)
+    assert all(logits[token] > lo for token in found[0])
+
+
 def test_a_temperature_that_overflows(isa: str) -> None:
     """The best takes it all where libllama's division leaves no number."""
     logits = ROWS["huge"].copy()
@@ -198,9 +222,11 @@ def test_masses(isa: str, name: str) -> None:
         assert abs(alone(row.mass(lo, hi)) - expected) <= 1.1 * MASS_ERROR * expected
         assert abs(alone(row.mass(lo, hi, exact=True)) - expected) <= 6.1e-8 * expected
     spread = np.where(weights > 0, logits - logits.max(), 0).astype(np.float64)
-    mass, mean = alone(row.mean())
-    assert mass == pytest.approx(weights.sum(), rel=1e-6)
-    assert mean == pytest.approx(logits.max() + (weights * spread).sum() / weights.sum(), rel=1e-5)
+    sums = ffi.new("double[2]")
+    lib.loragraph_row_means(window_of(logits), sums)
+    assert sums[0] == pytest.approx(weights.sum(), rel=1e-6)
+    mean = (weights * spread).sum() / weights.sum()
+    assert logits.max() + sums[1] / sums[0] == pytest.approx(logits.max() + mean, rel=1e-5)
     kept = logits[logits > -np.inf].astype(np.float64)
     assert alone(row.deviation()) == pytest.approx(kept.std(), rel=1e-6, abs=1e-6)
 
@@ -250,7 +276,8 @@ def test_scans(n: int, n_values: int, seed: int) -> None:
                 assert row.max == logits.max()
                 assert row.best == logits.argmax()
                 below = logits[logits < row.max]
-                assert alone(row.max_below(row.max)) == (below.max() if len(below) else -math.inf)
+                found = lib.loragraph_row_max_below(window_of(logits).x, n, row.max)
+                assert found == (below.max() if len(below) else -math.inf)
                 order = np.lexsort((np.arange(n), -logits))
                 assert np.array_equal(alone(row.top(9)), order[:9])
                 logits[some] = rng.standard_normal(5)

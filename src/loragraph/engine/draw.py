@@ -137,7 +137,9 @@ class RowDraw:
         if self._lists:
             return (yield from self._listed(logits, lo))
         if self._typical_p < 1:
-            return (yield from self._typical(logits, row, lo))
+            token = yield from row.typical(self._typical_p, self._random, self._temperature, lo)
+            assert token >= 0  # the best of all is above any bound
+            return token
         return (yield from self._drawn(row, lo))
 
     def left_of_row(self, logits: Logits, row: LogitRow) -> Passes[Left]:
@@ -248,32 +250,6 @@ class RowDraw:
         t = self._temperature
         return _CERTAIN * (mass if t >= 1 else n ** (1 - t) * mass**t)
 
-    def _typical(self, logits: Logits, row: LogitRow, lo: float) -> Passes[int]:
-        """Draws until a token lies in the typical set: the nearest ones to the mean logit.
-
-        The mass nearer than a token of the set is at most typical_p: libllama's takes tokens in
-        until they are more. -log p - entropy is the mean logit minus the token's.
-        """
-        mass, mean = yield from row.mean(lo)
-        wanted = self._typical_p * mass
-        floor, ceiling, peak = lo, HIGHEST, row.max
-        while True:
-            u = self._random.uniform()
-            token = yield from row.draw(u, self._temperature, floor, ceiling, peak)
-            assert token >= 0  # whatever refuses a token has found others nearer
-            near, far = _mirrored(float(logits[token]), mean)
-            near = max(near, lo)
-            others = _CERTAIN * (mass - wanted)
-            most = _CERTAIN * wanted or math.inf
-            nearer, rest = yield from row.split(token, near, far, lo, most=most, rest=others)
-            if nearer <= wanted or rest >= others:
-                return token
-            if (yield from row.mass(near, far)) > wanted:
-                floor, ceiling = near, far
-            else:  # some that are as far as this one are in
-                floor, ceiling = max(below(near), lo), above(far)
-            peak = yield from row.max_below(ceiling)
-
 
 def sigma_bound(row: LogitRow, n: float) -> Passes[float]:
     """Below what top-n-sigma keeps: max - n standard deviations; -inf where it is off."""
@@ -283,14 +259,3 @@ def sigma_bound(row: LogitRow, n: float) -> Passes[float]:
 def below(value: float) -> float:
     """The next F32 below."""
     return float(np.nextafter(np.float32(value), np.float32(LOWEST)))
-
-
-def above(value: float) -> float:
-    """The next F32 above."""
-    return float(np.nextafter(np.float32(value), np.float32(HIGHEST)))
-
-
-def _mirrored(logit: float, mean: float) -> tuple[float, float]:
-    """The logit and the one as far on the other side of the mean, the lower first."""
-    other = float(np.float32(2 * mean - logit))
-    return (logit, other) if logit < mean else (other, logit)

@@ -352,6 +352,72 @@ int64_t loragraph_row_draw(const row_window *w, double u, double *sums, double *
     return id < 0 ? literal_draw(w, u, sums) : id;
 }
 
+/* The tokens nearer to the mean logit than x[id], and as far as it. */
+static row_window nearer_than(const row_window *w, int64_t id, double mean) {
+    const float logit = w->x[id], other = (float)(2 * mean - logit);
+    row_window near = *w;
+    near.temperature = 1.0f;
+    near.lo = fmaxf(logit < mean ? logit : other, w->lo);
+    near.hi = logit < mean ? other : logit;
+    return near;
+}
+
+static int on_edge(const row_window *near, float lo, float l) { return l == near->hi || (l == near->lo && l > lo); }
+
+/* Among the tokens of `near`, which have `mass`, and those on its edges with the lowest ids, until they have more than
+ * `wanted`: with many equal tokens, drawing until one is among these might take as many draws. */
+static int64_t draw_with_edges(const row_window *w, const row_window *near, double mass, double wanted, double u) {
+    int64_t last = -1;
+    for (int64_t i = 0; i < w->n && mass <= wanted; i++)
+        if (on_edge(near, w->lo, w->x[i])) {
+            mass += exact_weight(near, w->x[i]);
+            last = i;
+        }
+    row_window kept = *w;
+    double run = 0, target = 0;
+    for (int pass = 0; pass < 3; pass++) { /* their best, their sum, their token */
+        kept.max = pass ? kept.max : -INFINITY;
+        run = 0;
+        for (int64_t i = 0; i < w->n; i++) {
+            const float l = w->x[i];
+            if (!inside(near, l) && !(i <= last && on_edge(near, w->lo, l)))
+                continue;
+            if (pass == 0)
+                kept.max = l > kept.max ? l : kept.max;
+            else if ((run += exact_weight(&kept, l)) >= target && pass == 2)
+                return i;
+        }
+        target = run * u;
+    }
+    return last;
+}
+
+/* Draws until a token lies in the set. The mass nearer than one of its tokens is at most typical_p: libllama takes tokens
+ * in until they are more. -log p - entropy is the mean logit minus the token's. */
+int64_t loragraph_row_typical(const row_window *w, double typical_p, double *sums, mt_state *random) {
+    row_window all = *w, left = *w;
+    double found[2], unused;
+    all.temperature = 1.0f;
+    loragraph_row_means(&all, found);
+    const double mass = found[0], wanted = typical_p * mass, mean = w->max + found[1] / mass;
+    const double others = CERTAIN * (mass - wanted), most = wanted > 0 ? CERTAIN * wanted : INFINITY;
+    for (;;) {
+        const int64_t id = loragraph_row_draw(&left, loragraph_mt_uniform(random), sums, &unused);
+        if (id < 0)
+            return id;
+        const row_window near = nearer_than(w, id, mean);
+        loragraph_row_split(&near, id, w->lo, most, others, 0, found);
+        if (found[0] <= wanted || found[1] - found[0] >= others)
+            return id;
+        const double within = loragraph_row_mass(&near, 0);
+        if (within <= wanted) /* some that are as far as this one are in */
+            return draw_with_edges(w, &near, within, wanted, loragraph_mt_uniform(random));
+        left.lo = near.lo;
+        left.hi = near.hi;
+        left.max = loragraph_row_max_below(w->x, w->n, left.hi);
+    }
+}
+
 int64_t loragraph_candidates_draw(const row_candidate *data, int64_t n, double u) {
     float max = data[0].logit;
     for (int64_t i = 1; i < n; i++)

@@ -84,6 +84,10 @@ double loragraph_row_mass_error(void);
 int64_t loragraph_draw_blocks(int64_t n);
 int64_t loragraph_row_draw(const row_window *window, double u, double *sums, double *mass);
 
+/* A token of the window's typical set, by its weight; -1 where the window is empty. The row is read several times, and
+ * stays in the caches meanwhile. */
+int64_t loragraph_row_typical(const row_window *window, double typical_p, double *sums, mt_state *random);
+
 /* What a row_call does: one of the passes above over one row, or another function. */
 enum {
     ROW_SCAN,      /* maxima, scan */
@@ -92,10 +96,9 @@ enum {
     ROW_MASS,      /* found[0] */
     ROW_ESTIMATE,  /* found[0] */
     ROW_SPLIT,     /* found[0] and [1] */
-    ROW_MEANS,     /* found[0] and [1] */
     ROW_MOMENTS,   /* found[0], [1] and [2] */
-    ROW_MAX_BELOW, /* found[0]: the largest value below window.hi */
-    ROW_DRAW,      /* id; the window's mass in found[0] */
+    ROW_DRAW,      /* id, for u; the window's mass in found[0] */
+    ROW_TYPICAL,   /* id, for a typical_p of u and the twister `first` */
     ROW_OTHER,     /* other(first, second) */
 };
 

@@ -124,22 +124,12 @@ class LogitRow:
         yield self._pass(lib.ROW_SPLIT, lo, hi)
         return float(self._found[0]), float(self._found[1] - self._found[0])
 
-    def mean(self, lo: float = LOWEST) -> Passes[tuple[float, float]]:
-        """The window's mass, and the mean logit by weight at temperature 1."""
-        yield self._pass(lib.ROW_MEANS, lo)
-        return float(self._found[0]), self.max + self._found[1] / self._found[0]
-
     def deviation(self) -> Passes[float]:
         """Standard deviation of the logits that are not -inf; infinite where F32 overflows."""
         yield self._pass(lib.ROW_MOMENTS)
         count, total, squares = self._found
         variance = squares / count - (total / count) ** 2
         return math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.inf
-
-    def max_below(self, hi: float) -> Passes[float]:
-        """The largest value below `hi`, -inf if there is none."""
-        yield self._pass(lib.ROW_MAX_BELOW, hi=hi)
-        return float(self._found[0])
 
     def draw(
         self,
@@ -156,6 +146,18 @@ class LogitRow:
             self._window.max = peak
         yield call
         self.drawn_mass = float(self._found[0])
+        return int(call.id)
+
+    def typical(
+        self, typical_p: float, random: MersenneTwister, temperature: float, lo: float = LOWEST
+    ) -> Passes[int]:
+        """One of the tokens nearest to the mean logit, of a mass that just exceeds `typical_p`.
+
+        Drawn with `random` at the temperature; -1 where the window is empty.
+        """
+        call = self._pass(lib.ROW_TYPICAL, lo)
+        call.u, call.first, self._window.temperature = typical_p, random.state, temperature
+        yield call
         return int(call.id)
 
     def _pass(self, what: int, lo: float = LOWEST, hi: float = HIGHEST) -> RowCall:
@@ -229,21 +231,21 @@ class MersenneTwister:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._state = ffi.new("mt_state *")
+        self.state = ffi.new("mt_state *")
         self.reset()
 
     def uniform(self) -> float:
         """The next one."""
-        return float(lib.loragraph_mt_uniform(self._state))
+        return float(lib.loragraph_mt_uniform(self.state))
 
     def reset(self) -> None:
         """Back to the seed."""
-        lib.loragraph_mt_seed(self._state, self.seed)
+        lib.loragraph_mt_seed(self.state, self.seed)
 
     def clone(self) -> MersenneTwister:
         """Another one in the same state."""
         other = MersenneTwister(self.seed)
-        other._state[0] = self._state[0]
+        other.state[0] = self.state[0]
         return other
 
 

@@ -22,17 +22,14 @@ void loragraph_row_call(row_call *call) {
     case ROW_SPLIT:
         loragraph_row_split(w, call->id, call->outer_lo, call->most, call->rest, call->exact, call->found);
         break;
-    case ROW_MEANS:
-        loragraph_row_means(w, call->found);
-        break;
     case ROW_MOMENTS:
         loragraph_row_moments(w, call->found);
         break;
-    case ROW_MAX_BELOW:
-        call->found[0] = loragraph_row_max_below(w->x, w->n, w->hi);
-        break;
     case ROW_DRAW:
         call->id = loragraph_row_draw(w, call->u, call->sums, call->found);
+        break;
+    case ROW_TYPICAL:
+        call->id = loragraph_row_typical(w, call->u, call->sums, call->first);
         break;
     default:
         call->other(call->first, call->second);

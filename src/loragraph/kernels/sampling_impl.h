@@ -13,6 +13,9 @@ enum {
  * sums. */
 #define DRAW_ERROR 2.6e-7
 
+/* Beyond the errors of masses. */
+#define CERTAIN (1 + 1e-5)
+
 /* How far the sum of up to 2^22 weights depends on their order, in F64. */
 #define ORDER_ERROR 1e-9
 
