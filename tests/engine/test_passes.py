@@ -18,7 +18,14 @@ from loragraph.engine.row_threads import RowThreads
 from loragraph.errors import BackendError, LifecycleError, LoragraphError
 from loragraph.ggml.handles import CpuBackend
 from loragraph.ggml.lib import Library
-from loragraph.kernels.sampling import LogitRow, Passes, RowCall, alone, run_alone
+from loragraph.kernels.sampling import (
+    LogitRow,
+    Passes,
+    RowCall,
+    RowCallsNode,
+    alone,
+    run_alone,
+)
 from tests.numerics.runs import random_tokens
 from tests.tiny import TinyLlama
 
@@ -126,9 +133,19 @@ def test_texts_are_those_of_one_thread(tmp_path: Path, monkeypatch: pytest.Monke
         )
         for i in range(14)
     ]
+    shared: list[int] = []
+    write = RowCallsNode.write
+
+    def counted(node: RowCallsNode, calls: Sequence[RowCall]) -> None:
+        shared.append(len(calls))
+        write(node, calls)
+
+    monkeypatch.setattr(RowCallsNode, "write", counted)
     texts = {}
     for fewest in (1 << 60, 2):
         monkeypatch.setattr(row_threads, "_FEWEST", fewest)
         with Engine(base, n_ctx=1024, max_sequences=14, n_threads=3) as engine:
             texts[fewest] = [one.tokens for one in engine.generate_batch(requests)]
+        assert bool(shared) == (fewest == 2)
+    assert max(shared) == len(requests)
     assert texts[2] == texts[1 << 60]

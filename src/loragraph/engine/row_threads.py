@@ -1,7 +1,8 @@
 """Passes over rows of logits, on the threads that compute the steps.
 
 A thread of ggml that waits for work spins for milliseconds: threads of our own would share the
-processors with those, and took twice as long. So the calls are one more graph for the same threads.
+processors with those, and took two thirds longer. So the calls are one more graph for the same
+threads.
 """
 
 from __future__ import annotations
