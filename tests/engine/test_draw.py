@@ -227,6 +227,17 @@ def test_typical_with_equal_tokens(lib: Library) -> None:
     assert set(drawn(lib, logits, 100, **fields, seed=1)) <= set(range(5000)) - {10, 20}
 
 
+@pytest.mark.parametrize("typical_p", [0.001, 0.02])
+def test_typical_draws_that_are_seldom_near(lib: Library, typical_p: float) -> None:
+    """98 % of the mass is further from the mean than one that was refused, draw after draw."""
+    counts = {1.0: 1000, -1.0: 7389, 0.5: 15, -0.5: 41, 0.0: 8}
+    logits = np.concatenate([np.full(n, logit, np.float32) for logit, n in counts.items()])
+    logits = np.random.default_rng(4).permutation(logits)
+    kept = _typical(logits, typical_p)
+    draws = drawn(lib, logits, 400, **{**OFF, "typical_p": typical_p}, seed=8)
+    _check_shares(draws, logits, kept, 1.0, 4)
+
+
 @pytest.mark.parametrize(
     "params",
     [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.5}, {"top_n_sigma": 1.0}],

@@ -200,14 +200,23 @@ def test_exact_weights_are_expf(isa: str) -> None:
     libm = ctypes.CDLL(None)
     libm.expf.restype, libm.expf.argtypes = ctypes.c_float, [ctypes.c_float]
     rng = np.random.default_rng(1)
-    logits = np.concatenate(
-        [[0.0], -rng.random(400), -110 * rng.random(400), [-86.99, -87.5, -103.9, -104.1, -1e30]]
-    ).astype(np.float32)
+    ends = [-86.99, -87.0, -87.5, -103.9, -104.0, -104.1, -1e30]
+    logits = np.concatenate([[0.0], -rng.random(400), -110 * rng.random(400), ends])
+    logits = logits.astype(np.float32)
     row = row_of(logits)
     for value in logits:
         lo, hi = (float(np.nextafter(value, np.float32(end))) for end in (-np.inf, np.inf))
         count = int((logits == value).sum())
         assert alone(row.mass(lo, hi, exact=True)) == count * libm.expf(float(value))
+    window = window_of(logits)
+    peak = np.float32(-20.0)  # exponents of what lies outside are above 0
+    window.lo, window.hi, window.max = -50.0, np.nextafter(peak, np.float32(0)), peak
+    values = logits[(logits > -50) & (logits <= peak)]
+    for temperature in np.array([0.3, 1.0, 1.7], np.float32):
+        window.temperature = temperature
+        exponents = values / temperature - peak / temperature
+        expected = sum(libm.expf(float(one)) for one in exponents)
+        assert lib.loragraph_row_mass(window, 1) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["flat", "steep", "forbidden", "few values", "two", "one"])

@@ -29,6 +29,8 @@ SOURCES = (
     "product_f16_avx2.c",
     "sampling.c",
     "sampling_calls.c",
+    "sampling_random.c",
+    "sampling_scan.c",
     "sampling_portable.c",
     "sampling_avx2.c",
     "sampling_avx512.c",

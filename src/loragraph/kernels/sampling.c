@@ -1,15 +1,10 @@
-/* Scans, masses and draws of rows; the instruction set is chosen in lowrank.c for all kernels. */
+/* Masses and draws of rows; the instruction set is chosen in lowrank.c for all kernels. */
 #include "sampling_impl.h"
 
 #include <math.h>
-#include <string.h>
+#include <stddef.h>
 
-enum {
-    SAMPLED = 8,      /* of the blocks of a row, every so many stand for all */
-    N_BINS = 1024,    /* of maxima: a count each fits the first cache */
-    SMALL_HEAP = 64,  /* up to here a heap is faster than bins */
-    MAX_SPREAD = 100, /* what lies further below the best goes into the last bin */
-};
+enum { SAMPLED = 8 }; /* of the blocks of a row, every so many stand for all */
 
 /* In the order of lowrank.c. */
 static const sampling_kernels *const sets[] = {
@@ -23,151 +18,12 @@ static const sampling_kernels *const sets[] = {
 #endif
 };
 
-static const sampling_kernels *kernels(void) { return sets[loragraph_isa_active()]; }
+const sampling_kernels *loragraph_sampling_active(void) { return sets[loragraph_isa_active()]; }
 
-int64_t loragraph_row_blocks(int64_t n) { return (n + SCAN_BLOCK - 1) / SCAN_BLOCK; }
+static const sampling_kernels *kernels(void) { return loragraph_sampling_active(); }
+
 int64_t loragraph_draw_blocks(int64_t n) { return (n + DRAW_BLOCK - 1) / DRAW_BLOCK; }
 double loragraph_row_mass_error(void) { return DRAW_ERROR; }
-
-/* The last n < SCAN_BLOCK values, filled up with `fill`. */
-static void copy_tail(const float *x, int64_t n, float fill, float *tail) {
-    for (int64_t i = 0; i < SCAN_BLOCK; i++)
-        tail[i] = i < n ? x[i] : fill;
-}
-
-static void find_best(const float *x, int64_t n, const float *maxima, row_scan *out) {
-    const int64_t n_blocks = loragraph_row_blocks(n);
-    float max = maxima[0];
-    for (int64_t b = 1; b < n_blocks; b++)
-        max = maxima[b] > max ? maxima[b] : max;
-    int64_t block = 0;
-    while (block < n_blocks - 1 && maxima[block] != max)
-        block++;
-    int64_t best = block * SCAN_BLOCK;
-    while (best < n - 1 && x[best] != max)
-        best++;
-    out->max = max;
-    out->best = (int32_t)best;
-}
-
-void loragraph_row_scan(const float *x, int64_t n, float *maxima, row_scan *out) {
-    const int64_t n_whole = n / SCAN_BLOCK, rest = n % SCAN_BLOCK;
-    out->finite = kernels()->maxima(x, n_whole, maxima);
-    if (rest) {
-        float tail[SCAN_BLOCK];
-        copy_tail(x + n - rest, rest, x[n - rest], tail);
-        out->finite &= kernels()->maxima(tail, 1, maxima + n_whole);
-    }
-    find_best(x, n, maxima, out);
-}
-
-void loragraph_rows_scan(const float *x, int64_t stride, const int64_t *rows, int64_t n_rows, int64_t n, float *maxima,
-                         row_scan *out) {
-    for (int64_t i = 0; i < n_rows; i++)
-        loragraph_row_scan(x + rows[i] * stride, n, maxima, out + i);
-}
-
-void loragraph_row_rescan(const float *x, int64_t n, const int64_t *ids, int64_t n_ids, float *maxima, row_scan *out) {
-    for (int64_t i = 0; i < n_ids; i++) {
-        const int64_t block = ids[i] / SCAN_BLOCK, begin = block * SCAN_BLOCK;
-        const int64_t end = begin + SCAN_BLOCK < n ? begin + SCAN_BLOCK : n;
-        float max = x[begin];
-        for (int64_t j = begin + 1; j < end; j++)
-            max = x[j] > max ? x[j] : max;
-        maxima[block] = max;
-    }
-    find_best(x, n, maxima, out);
-}
-
-/* A heap of the best so far; its root is the worst of them. */
-static int worse(row_candidate a, row_candidate b) { return a.logit < b.logit || (a.logit == b.logit && a.id > b.id); }
-
-static void sift_down(row_candidate *heap, int64_t n, row_candidate value) {
-    int64_t at = 0;
-    for (int64_t child = 1; child < n; child = 2 * at + 1) {
-        if (child + 1 < n && worse(heap[child + 1], heap[child]))
-            child++;
-        if (!worse(heap[child], value))
-            break;
-        heap[at] = heap[child];
-        at = child;
-    }
-    heap[at] = value;
-}
-
-static void sift_up(row_candidate *heap, int64_t at, row_candidate value) {
-    for (int64_t parent; at > 0 && worse(value, heap[parent = (at - 1) / 2]); at = parent)
-        heap[at] = heap[parent];
-    heap[at] = value;
-}
-
-/* Of x[begin, end), what is at least `least`. Ids ascend: an equal value with a higher id is worse than all in the
- * heap. */
-static int64_t keep_best(const float *x, int64_t begin, int64_t end, float least, int64_t k, row_candidate *heap,
-                         int64_t size) {
-    for (int64_t i = begin; i < end; i++) {
-        if (!(x[i] >= least))
-            continue;
-        const row_candidate value = {(int32_t)i, x[i], 0.0f};
-        if (size < k)
-            sift_up(heap, size++, value);
-        else if (value.logit > heap[0].logit)
-            sift_down(heap, k, value);
-    }
-    return size;
-}
-
-/* A maximum that k of the n >= k >= 1 maxima reach, and not many more: the least in the bins that hold the k
- * largest. */
-static float kth_maximum(const float *maxima, int64_t n, int64_t k) {
-    int32_t bins[N_BINS] = {0};
-    float hi = maxima[0], lo = maxima[0];
-    for (int64_t i = 1; i < n; i++) {
-        hi = maxima[i] > hi ? maxima[i] : hi;
-        lo = maxima[i] < lo ? maxima[i] : lo;
-    }
-    lo = lo > hi - MAX_SPREAD ? lo : hi - MAX_SPREAD; /* forbidden tokens are -inf */
-    const float scale = (N_BINS - 1) / (hi - lo);
-    for (int64_t i = 0; i < n; i++) {
-        const float bin = (hi - maxima[i]) * scale;
-        bins[bin < N_BINS - 1 ? (int)bin : N_BINS - 1]++; /* what is not a number goes last */
-    }
-    int last = 0;
-    for (int64_t held = bins[0]; held < k; held += bins[last])
-        last++;
-    float least = hi;
-    for (int64_t i = 0; i < n; i++) {
-        const float bin = (hi - maxima[i]) * scale;
-        if ((bin < N_BINS - 1 ? (int)bin : N_BINS - 1) <= last)
-            least = maxima[i] < least ? maxima[i] : least;
-    }
-    return least;
-}
-
-int64_t loragraph_row_top(const float *x, int64_t n, const float *maxima, int64_t k, row_candidate *heap,
-                          int64_t *ids) {
-    const int64_t n_blocks = loragraph_row_blocks(n);
-    if (k <= 0)
-        return 0;
-    /* k values are at least as large as the k-th largest maximum: what is smaller is none of the best. */
-    float least = -INFINITY;
-    if (k <= SMALL_HEAP && k <= n_blocks) {
-        keep_best(maxima, 0, n_blocks, least, k, heap, 0);
-        least = heap[0].logit;
-    } else if (k <= n_blocks)
-        least = kth_maximum(maxima, n_blocks, k);
-    int64_t size = 0;
-    for (int64_t b = 0; b < n_blocks; b++) {
-        const int64_t begin = b * SCAN_BLOCK, end = begin + SCAN_BLOCK < n ? begin + SCAN_BLOCK : n;
-        if (maxima[b] >= least && (size < k || maxima[b] > heap[0].logit))
-            size = keep_best(x, begin, end, least, k, heap, size);
-    }
-    for (int64_t left = size; left > 0; left--) { /* the worst goes last */
-        ids[left - 1] = heap[0].id;
-        sift_down(heap, left - 1, heap[left - 1]);
-    }
-    return size;
-}
 
 static float exact_weight(const row_window *w, float l) {
     return expf(exponent_of(w, w->max / w->temperature, l));
@@ -314,25 +170,47 @@ void loragraph_row_means(const row_window *w, double *out) {
 }
 
 float loragraph_row_max_below(const float *x, int64_t n, float hi) {
-    float max = -INFINITY;
-    for (int64_t i = 0; i < n; i++)
+    enum { LANES = 8 }; /* for the compiler's vectors */
+    float lanes[LANES], max = -INFINITY;
+    for (int j = 0; j < LANES; j++)
+        lanes[j] = -INFINITY;
+    for (int64_t i = 0; i + LANES <= n; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            const float l = x[i + j] < hi ? x[i + j] : -INFINITY;
+            lanes[j] = l > lanes[j] ? l : lanes[j];
+        }
+    for (int64_t i = n - n % LANES; i < n; i++)
         max = x[i] < hi && x[i] > max ? x[i] : max;
+    for (int j = 0; j < LANES; j++)
+        max = lanes[j] > max ? lanes[j] : max;
     return max;
 }
 
-/* The draw by sums in vectors; -1 where their errors leave it open. */
-static int64_t draw_by_sums(const row_window *w, double u, double *sums, int exact, double *mass) {
-    const double error = exact ? 0 : DRAW_ERROR;
+/* The sums of a window's blocks, from which any number of tokens is drawn. */
+typedef struct {
+    row_window window;
+    double *sums, mass;
+    int exact;
+} summed_window;
+
+static void sum_window(summed_window *s, int exact) {
+    s->mass = block_sums(&s->window, s->sums, exact);
+    s->exact = exact;
+}
+
+/* The token at share u; -1 where the sums' errors leave it open. */
+static int64_t find_token(const summed_window *s, double u) {
+    const row_window *w = &s->window;
+    const double error = s->exact ? 0 : DRAW_ERROR, total = s->mass, target = total * u;
     const int64_t n_blocks = loragraph_draw_blocks(w->n);
-    const double total = *mass = block_sums(w, sums, exact), target = total * u;
     double run = 0;
     int64_t block = 0;
-    while (block < n_blocks - 1 && run + sums[block] < target)
-        run += sums[block++];
+    while (block < n_blocks - 1 && run + s->sums[block] < target)
+        run += s->sums[block++];
     float tail[DRAW_BLOCK], weights[DRAW_BLOCK];
     const float *x;
     const int64_t n = draw_block(w, block, tail, &x);
-    (exact ? kernels()->exact_weights : kernels()->weights)(w, x, n, weights);
+    (s->exact ? kernels()->exact_weights : kernels()->weights)(w, x, n, weights);
     for (int64_t i = 0; i < n; i++) {
         const double before = run;
         run += weights[i];
@@ -345,11 +223,25 @@ static int64_t draw_by_sums(const row_window *w, double u, double *sums, int exa
     return -1;
 }
 
+static int64_t draw_token(summed_window *s, double u) {
+    int64_t id = find_token(s, u);
+    if (id < 0 && !s->exact) {
+        sum_window(s, 1);
+        id = find_token(s, u);
+    }
+    if (id < 0) {
+        id = literal_draw(&s->window, u, s->sums);
+        sum_window(s, 1); /* which were its scratch */
+    }
+    return id;
+}
+
 int64_t loragraph_row_draw(const row_window *w, double u, double *sums, double *mass) {
-    int64_t id = draw_by_sums(w, u, sums, 0, mass);
-    if (id < 0)
-        id = draw_by_sums(w, u, sums, 1, mass);
-    return id < 0 ? literal_draw(w, u, sums) : id;
+    summed_window all = {*w, sums, 0, 0};
+    sum_window(&all, 0);
+    const int64_t id = draw_token(&all, u);
+    *mass = all.mass;
+    return id;
 }
 
 /* The tokens nearer to the mean logit than x[id], and as far as it. */
@@ -392,74 +284,41 @@ static int64_t draw_with_edges(const row_window *w, const row_window *near, doub
     return last;
 }
 
-/* Draws until a token lies in the set. The mass nearer than one of its tokens is at most typical_p: libllama takes tokens
- * in until they are more. -log p - entropy is the mean logit minus the token's. */
+/* Draws until a token lies in the set. The mass nearer than one of its tokens is at most typical_p: libllama takes
+ * tokens in until they are more. -log p - entropy is the mean logit minus the token's. */
 int64_t loragraph_row_typical(const row_window *w, double typical_p, double *sums, mt_state *random) {
-    row_window all = *w, left = *w;
-    double found[2], unused;
+    enum { REFUSED = 2, MISSED = 16 }; /* draws, before the window is made smaller */
+    row_window all = *w, near = *w;
+    double found[2];
     all.temperature = 1.0f;
     loragraph_row_means(&all, found);
     const double mass = found[0], wanted = typical_p * mass, mean = w->max + found[1] / mass;
     const double others = CERTAIN * (mass - wanted), most = wanted > 0 ? CERTAIN * wanted : INFINITY;
-    for (;;) {
-        const int64_t id = loragraph_row_draw(&left, loragraph_mt_uniform(random), sums, &unused);
+    summed_window left = {*w, sums, 0, 0};
+    sum_window(&left, 0);
+    for (int refused = 0, missed = 0;;) {
+        const int64_t id = draw_token(&left, loragraph_mt_uniform(random));
         if (id < 0)
             return id;
-        const row_window near = nearer_than(w, id, mean);
-        loragraph_row_split(&near, id, w->lo, most, others, 0, found);
-        if (found[0] <= wanted || found[1] - found[0] >= others)
-            return id;
+        if (w->x[id] < near.lo || w->x[id] > near.hi) /* further than one that was refused */
+            missed++;
+        else {
+            near = nearer_than(w, id, mean);
+            loragraph_row_split(&near, id, w->lo, most, others, 0, found);
+            if (found[0] <= wanted || found[1] - found[0] >= others)
+                return id;
+            refused++;
+        }
+        if (refused < REFUSED && missed < MISSED)
+            continue;
         const double within = loragraph_row_mass(&near, 0);
         if (within <= wanted) /* some that are as far as this one are in */
             return draw_with_edges(w, &near, within, wanted, loragraph_mt_uniform(random));
-        left.lo = near.lo;
-        left.hi = near.hi;
-        left.max = loragraph_row_max_below(w->x, w->n, left.hi);
+        left.window.lo = near.lo;
+        left.window.hi = near.hi;
+        if (near.hi <= left.window.max)
+            left.window.max = loragraph_row_max_below(w->x, w->n, near.hi);
+        sum_window(&left, 0);
+        refused = missed = 0;
     }
-}
-
-int64_t loragraph_candidates_draw(const row_candidate *data, int64_t n, double u) {
-    float max = data[0].logit;
-    for (int64_t i = 1; i < n; i++)
-        max = data[i].logit > max ? data[i].logit : max;
-    double sum = 0, run = 0;
-    for (int64_t i = 0; i < n; i++)
-        sum += expf(data[i].logit - max);
-    const double target = sum * u;
-    for (int64_t i = 0; i < n; i++) {
-        run += expf(data[i].logit - max);
-        if (run >= target)
-            return i;
-    }
-    return n - 1;
-}
-
-void loragraph_mt_seed(mt_state *mt, uint32_t seed) {
-    mt->state[0] = seed;
-    for (uint32_t i = 1; i < 624; i++)
-        mt->state[i] = 1812433253u * (mt->state[i - 1] ^ mt->state[i - 1] >> 30) + i;
-    mt->next = 624;
-}
-
-/* Matsumoto and Nishimura, "Mersenne Twister", 1998, as the C++ standard fixes it. */
-static uint32_t mt_word(mt_state *mt) {
-    uint32_t *s = mt->state;
-    if (mt->next >= 624) {
-        for (int i = 0; i < 624; i++) {
-            const uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % 624] & 0x7fffffffu);
-            s[i] = s[(i + 397) % 624] ^ y >> 1 ^ (y & 1 ? 0x9908b0dfu : 0);
-        }
-        mt->next = 0;
-    }
-    uint32_t y = s[mt->next++];
-    y ^= y >> 11;
-    y ^= y << 7 & 0x9d2c5680u;
-    y ^= y << 15 & 0xefc60000u;
-    return y ^ y >> 18;
-}
-
-double loragraph_mt_uniform(mt_state *mt) {
-    const double low = mt_word(mt), high = mt_word(mt);
-    const double u = (low + high * 0x1p32) / 0x1p64;
-    return u < 1.0 ? u : 0x1.fffffffffffffp-1;
 }

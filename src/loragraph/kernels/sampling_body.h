@@ -38,16 +38,17 @@ INLINE vector_window vectors_of(const row_window *w) {
 /* What a pass has to do, known when it is compiled. */
 enum { DIVIDES = 1, SHIFTS_FIRST = 2, WINDOWED = 4 };
 
-INLINE vf weights_at(const vector_window *w, const float *x, int what) {
-    const vf l = v_load(x);
-    vf scaled = l;
+INLINE vf exponents_of(const vector_window *w, vf l, int what) {
     if (what & SHIFTS_FIRST)
-        scaled = v_add(l, w->max) / w->temperature;
-    else if (what & DIVIDES)
-        scaled = v_add(l / w->temperature, w->max);
-    else
-        scaled = v_add(l, w->max);
-    return what & WINDOWED ? v_between(v_exp(scaled), l, w->lo, w->hi) : v_exp(scaled);
+        return v_add(l, w->max) / w->temperature;
+    if (what & DIVIDES)
+        l = l / w->temperature;
+    return v_add(l, w->max);
+}
+
+INLINE vf weights_at(const vector_window *w, const float *x, int what) {
+    const vf l = v_load(x), weight = v_exp(exponents_of(w, l, what));
+    return what & WINDOWED ? v_between(weight, l, w->lo, w->hi) : weight;
 }
 
 INLINE void fill_weights(const vector_window *w, const float *x, int64_t n, float *out, int what) {
@@ -67,61 +68,87 @@ typedef int64_t vl __attribute__((vector_size(sizeof(vd))));
 
 INLINE vd wide_set1(double value) { return (vd){0} + value; }
 
-/* exp(x) for -87 <= x <= 0 within 1e-12 of it: x = n ln 2 + r, Taylor's series for r. */
+/* exp(x) for -87 <= x <= 0 within 1e-11 of it: x = n ln 2 + r, Taylor's series for r in pairs of pairs, as one term
+ * after another would wait for each other. */
 INLINE vd exp_wide(vd x) {
-    static const double terms[] = {1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120,
-                                   1.0 / 24,     1.0 / 6,     0.5,        1,         1};
+    static const double terms[] = {1, 1, 0.5, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320,
+                                   1.0 / 362880};
     /* n gets a whole number in the low bits */
     const vd n = v_wide_fma(x, wide_set1(0x1.71547652b82fep0), wide_set1(0x1.8p52));
     const vd r = v_wide_fma(n - 0x1.8p52, wide_set1(-0x1.62e42fefa39efp-1), x);
-    vd p = wide_set1(1.0 / 3628800);
-    for (int i = 0; i < 10; i++)
-        p = v_wide_fma(p, r, wide_set1(terms[i]));
+    const vd r2 = r * r, r4 = r2 * r2;
+    vd pairs[5];
+    for (int i = 0; i < 5; i++)
+        pairs[i] = v_wide_fma(wide_set1(terms[2 * i + 1]), r, wide_set1(terms[2 * i]));
+    const vd low = v_wide_fma(pairs[1], r2, pairs[0]), high = v_wide_fma(pairs[3], r2, pairs[2]);
+    const vd p = v_wide_fma(v_wide_fma(pairs[4], r4, high), r4, low);
     return (vd)((vl)p + ((vl)n << 52));
 }
 
 /* expf of glibc and musl is within 0.502 of the last bit, so it rounds as exp does unless that lies next to the middle
  * of two floats: there, and where floats are denormal, expf is asked. */
 enum { MIDDLE = 1 << 28, NEAR_MIDDLE = 1610612 /* 0.003 of the last bit */ };
+#define LEAST_NORMAL (-87.0f)
+#define LEAST_WEIGHT (-104.0f) /* expf of less is 0 */
 
-/* wide[VL / 2] from exponents[VL / 2], and what is not 0 where expf is to be asked. */
-INLINE vl exp_half(vd exponents, double *wide) {
-    const vl normal = exponents > wide_set1(-87.0);
-    const vd y = exp_wide((vd)((vl)exponents & normal));
-    const vl off = ((vl)y & (2 * MIDDLE - 1)) - MIDDLE;
-    const vd kept = (vd)((vl)y & normal);
-    memcpy(wide, &kept, sizeof kept);
-    const vl doubtful = (off < NEAR_MIDDLE) & (off > -NEAR_MIDDLE);
-    return (normal & doubtful) | (~normal & (vl)(exponents > wide_set1(-104.0))); /* below, expf is 0 */
+INLINE vl near_middle(vd y) { return (((vl)y + (NEAR_MIDDLE - MIDDLE)) & (2 * MIDDLE - 1)) < 2 * NEAR_MIDDLE; }
+
+/* Asks expf about the flagged ones of one block. */
+static void ask_expf(const row_window *w, const float *x, const int64_t *flags, float *out) {
+    const float top = w->max / w->temperature;
+    for (int j = 0; j < SCAN_BLOCK; j++)
+        if (flags[j] && inside(w, x[j]))
+            out[j] = expf(exponent_of(w, top, x[j]));
 }
 
-static void exact_weights(const row_window *w, const float *x, int64_t n, float *out) {
+static void flag_denormal(const row_window *w, const float *x, int64_t *flags) {
     const float top = w->max / w->temperature;
-    for (int64_t i = 0; i < n; i += SCAN_BLOCK) {
-        float from[SCAN_BLOCK];
-        double wide[SCAN_BLOCK];
-        int64_t doubtful[SCAN_BLOCK];
-        vl any = {0};
-        for (int j = 0; j < SCAN_BLOCK; j++) {
-            const float e = exponent_of(w, top, x[i + j]);
-            from[j] = inside(w, x[i + j]) ? e : -1000.0f;
-        }
-        for (int j = 0; j < SCAN_BLOCK; j += VL) {
-            const vf e = v_load(from + j);
-            const vl low = exp_half(v_low(e), wide + j), high = exp_half(v_high(e), wide + j + VL / 2);
-            memcpy(doubtful + j, &low, sizeof low);
-            memcpy(doubtful + j + VL / 2, &high, sizeof high);
-            any |= low | high;
-        }
-        for (int j = 0; j < SCAN_BLOCK; j++)
-            out[i + j] = (float)wide[j];
-        int64_t some = 0;
-        for (int j = 0; j < VL / 2; j++)
-            some |= any[j];
-        for (int j = 0; some && j < SCAN_BLOCK; j++)
-            if (doubtful[j])
-                out[i + j] = expf(from[j]);
+    for (int j = 0; j < SCAN_BLOCK; j++) {
+        const float e = exponent_of(w, top, x[j]);
+        flags[j] |= e <= LEAST_NORMAL && e > LEAST_WEIGHT;
     }
+}
+
+INLINE int any_of(vl flags) {
+    int64_t any = 0;
+    for (int i = 0; i < VL / 2; i++)
+        any |= flags[i];
+    return any != 0;
+}
+
+INLINE void fill_exact(const row_window *window, const vector_window *w, const float *x, int64_t n, float *out,
+                       int what) {
+    const vf normal = v_set1(LEAST_NORMAL), end = v_set1(INFINITY), least = v_set1(LEAST_WEIGHT);
+    const vf normal_too = v_set1(nextafterf(LEAST_NORMAL, 0.0f));
+    for (int64_t i = 0; i < n; i += SCAN_BLOCK) {
+        int64_t flags[SCAN_BLOCK];
+        vl doubts = {0}, denormal = {0};
+        for (int j = 0; j < SCAN_BLOCK; j += VL) {
+            const vf l = v_load(x + i + j), e = exponents_of(w, l, what);
+            const vf c = v_max(normal, v_between(e, l, w->lo, w->hi)); /* outside, it may be anything */
+            const vd low = exp_wide(v_low(c)), high = exp_wide(v_high(c));
+            const vf weight = v_between(v_narrow(low, high), e, normal, end);
+            v_store(out + i + j, v_between(weight, l, w->lo, w->hi));
+            const vl near[2] = {near_middle(low), near_middle(high)};
+            memcpy(flags + j, near, sizeof near);
+            doubts |= near[0] | near[1];
+            denormal |= (vl)v_between(e, e, least, normal_too);
+        }
+        if (any_of(denormal))
+            flag_denormal(window, x + i, flags);
+        if (any_of(doubts | denormal))
+            ask_expf(window, x + i, flags, out + i);
+    }
+}
+
+static void exact_weights(const row_window *window, const float *x, int64_t n, float *out) {
+    const vector_window w = vectors_of(window);
+    if (w.shifts_first)
+        fill_exact(window, &w, x, n, out, SHIFTS_FIRST);
+    else if (w.divides)
+        fill_exact(window, &w, x, n, out, DIVIDES);
+    else
+        fill_exact(window, &w, x, n, out, 0);
 }
 
 /* A sum in F64, half of the lanes in each. */
@@ -155,17 +182,20 @@ INLINE double sum_weights(const vector_window *w, const float *x, int64_t n, int
     return wide_total(all);
 }
 
+/* Without bounds -inf itself is inside, and weighs exp(-80). */
+INLINE int is_windowed(const row_window *w) { return w->lo != -INFINITY || w->hi != INFINITY; }
+
 static double sum(const row_window *window, const float *x, int64_t n) {
     const vector_window w = vectors_of(window);
-    const int windowed = window->lo != -INFINITY || window->hi != INFINITY; /* -inf itself weighs exp(-80) */
     if (w.shifts_first)
         return sum_weights(&w, x, n, WINDOWED | SHIFTS_FIRST);
-    if (windowed)
+    if (is_windowed(window))
         return w.divides ? sum_weights(&w, x, n, WINDOWED | DIVIDES) : sum_weights(&w, x, n, WINDOWED);
     return w.divides ? sum_weights(&w, x, n, DIVIDES) : sum_weights(&w, x, n, 0);
 }
 
-static void split(const row_window *window, float outer_lo, const float *x, int64_t n, double *out) {
+INLINE void split_weights(const row_window *window, float outer_lo, const float *x, int64_t n, double *out,
+                          int bounded) {
     const vector_window w = vectors_of(window);
     const vf outer = v_set1(outer_lo), end = v_set1(INFINITY);
     wide_sum some = {0}, all = {0};
@@ -174,13 +204,20 @@ static void split(const row_window *window, float outer_lo, const float *x, int6
         for (int j = 0; j < TREE; j++) {
             const vf l = v_load(x + i + j * VL), weight = weights_at(&w, x + i + j * VL, 0);
             within[j] = v_between(weight, l, w.lo, w.hi);
-            every[j] = v_between(weight, l, outer, end);
+            every[j] = bounded ? v_between(weight, l, outer, end) : weight;
         }
         some = wide_add(some, tree_sum(within));
         all = wide_add(all, tree_sum(every));
     }
     out[0] += wide_total(some);
     out[1] += wide_total(all);
+}
+
+static void split(const row_window *window, float outer_lo, const float *x, int64_t n, double *out) {
+    if (outer_lo == -INFINITY) /* as in `sum` */
+        split_weights(window, outer_lo, x, n, out, 0);
+    else
+        split_weights(window, outer_lo, x, n, out, 1);
 }
 
 static void moments(const row_window *window, const float *x, int64_t n, double *out) {
@@ -203,20 +240,28 @@ static void moments(const row_window *window, const float *x, int64_t n, double 
     out[2] += wide_total(squares);
 }
 
-static void means(const row_window *window, const float *x, int64_t n, double *out) {
-    const vector_window w = vectors_of(window);
-    const vf max = v_set1(-window->max);
+INLINE void weigh(const row_window *window, const float *x, int64_t n, double *out, int windowed) {
+    const vf max = v_set1(-window->max), lo = v_set1(window->lo), hi = v_set1(window->hi);
     wide_sum mass = {0}, moment = {0};
     for (int64_t i = 0; i < n; i += TREE * VL) {
-        vf weight[TREE], weighted[TREE];
+        vf weight[TREE], moments = v_set1(0.0f);
         for (int j = 0; j < TREE; j++) {
-            const vf l = v_load(x + i + j * VL);
-            weight[j] = weights_at(&w, x + i + j * VL, WINDOWED);
-            weighted[j] = v_mul(weight[j], v_between(v_add(l, max), l, w.lo, w.hi));
+            const vf l = v_load(x + i + j * VL), d = v_exp_range(v_add(l, max)); /* -inf times 0 is not a number */
+            weight[j] = v_exp_roughly(d);
+            if (windowed)
+                weight[j] = v_between(weight[j], l, lo, hi);
+            moments = v_fma(weight[j], d, moments);
         }
         mass = wide_add(mass, tree_sum(weight));
-        moment = wide_add(moment, tree_sum(weighted));
+        moment = wide_add(moment, moments);
     }
     out[0] += wide_total(mass);
     out[1] += wide_total(moment);
+}
+
+static void means(const row_window *window, const float *x, int64_t n, double *out) {
+    if (is_windowed(window))
+        weigh(window, x, n, out, 1);
+    else
+        weigh(window, x, n, out, 0);
 }

@@ -39,9 +39,12 @@ typedef struct {
     void (*split)(const row_window *window, float outer_lo, const float *x, int64_t n, double *out);
     /* n, sum, sum of squares of l - max, added to out[3]. */
     void (*moments)(const row_window *window, const float *x, int64_t n, double *out);
-    /* Sums of weight and weight * (l - max) at temperature 1, added to out[2]. */
+    /* Sums of weight and weight * (l - max) at temperature 1, added to out[2]; weights within 6e-7. */
     void (*means)(const row_window *window, const float *x, int64_t n, double *out);
 } sampling_kernels;
+
+/* Those of the instruction set in use. */
+const sampling_kernels *loragraph_sampling_active(void);
 
 extern const sampling_kernels loragraph_sampling_portable;
 #ifdef LORAGRAPH_X86

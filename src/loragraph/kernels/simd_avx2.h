@@ -46,6 +46,7 @@ typedef __m256d vd;
 INLINE vd v_wide_fma(vd a, vd b, vd c) { return _mm256_fmadd_pd(a, b, c); }
 INLINE vd v_low(vf v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
 INLINE vd v_high(vf v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+INLINE vf v_narrow(vd low, vd high) { return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low)); }
 INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
     const vf inside = _mm256_and_ps(_mm256_cmp_ps(x, lo, _CMP_GT_OQ), _mm256_cmp_ps(x, hi, _CMP_LT_OQ));
     return _mm256_and_ps(inside, value);

@@ -49,6 +49,10 @@ typedef __m512d vd;
 INLINE vd v_wide_fma(vd a, vd b, vd c) { return _mm512_fmadd_pd(a, b, c); }
 INLINE vd v_low(vf v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
 INLINE vd v_high(vf v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+INLINE vf v_narrow(vd low, vd high) {
+    const __m512 half = _mm512_castps256_ps512(_mm512_cvtpd_ps(low));
+    return _mm512_insertf32x8(half, _mm512_cvtpd_ps(high), 1);
+}
 INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
     const __mmask16 above = _mm512_cmp_ps_mask(x, lo, _CMP_GT_OQ);
     return _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(above, x, hi, _CMP_LT_OQ), value);

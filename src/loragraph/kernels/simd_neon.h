@@ -45,6 +45,7 @@ typedef float64x2_t vd;
 INLINE vd v_wide_fma(vd a, vd b, vd c) { return vfmaq_f64(c, a, b); }
 INLINE vd v_low(vf v) { return vcvt_f64_f32(vget_low_f32(v)); }
 INLINE vd v_high(vf v) { return vcvt_high_f64_f32(v); }
+INLINE vf v_narrow(vd low, vd high) { return vcvt_high_f32_f64(vcvt_f32_f64(low), high); }
 INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
     const uint32x4_t inside = vandq_u32(vcgtq_f32(x, lo), vcltq_f32(x, hi));
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(value), inside));

@@ -77,6 +77,7 @@ typedef double vd __attribute__((vector_size(16)));
 INLINE vd v_wide_fma(vd a, vd b, vd c) { return a * b + c; }
 INLINE vd v_low(vf v) { return (vd){v[0], v[1]}; }
 INLINE vd v_high(vf v) { return (vd){v[2], v[3]}; }
+INLINE vf v_narrow(vd low, vd high) { return (vf){(float)low[0], (float)low[1], (float)high[0], (float)high[1]}; }
 INLINE vf v_between(vf value, vf x, vf lo, vf hi) {
     typedef int32_t vi __attribute__((vector_size(16)));
     return (vf)((vi)value & (x > lo) & (x < hi));
