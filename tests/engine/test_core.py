@@ -264,6 +264,24 @@ def test_others_go_on_while_an_adapter_loads() -> None:
     assert waits.result.text == cold((PROMPT, {"a": 1.0}))
 
 
+@pytest.mark.parametrize("cold_ones", [("slow",) * 4, ("slow", "b", "c", "d")])
+def test_as_many_loads_as_seats_hold_nobody_up(cold_ones: tuple[str, ...]) -> None:
+    """Requests that waited for files took all seats: nobody else was served until they came."""
+    engine = engine_with("a", "b", "c", "d", "slow", max_sequences=4, n_slots=8)
+    warm = engine.generate(PROMPT, {"a": 1.0}).text
+    waits = [engine.submit(PROMPT, {name: 1.0}) for name in (*cold_ones, *cold_ones)]
+    base, resident = engine.submit(PROMPT), engine.submit(PROMPT, {"a": 1.0})
+    for _ in range(30):
+        engine.core.step()
+    assert base.result.text == cold((PROMPT, None))
+    assert resident.result.text == warm
+    assert engine.core.count().n_jobs_loading == 4
+    assert not any(one.ended for one in waits)
+    engine.finish()
+    assert all(one.result.finish_reason == "length" for one in waits)
+    engine.check_idle()
+
+
 def test_a_damaged_file_harms_only_its_own_requests() -> None:
     """They get the load's error, at once while it is remembered, and another try later."""
     engine = engine_with("a", "bad")

@@ -227,6 +227,34 @@ def test_typical_with_equal_tokens(lib: Library) -> None:
     assert set(drawn(lib, logits, 100, **fields, seed=1)) <= set(range(5000)) - {10, 20}
 
 
+@pytest.mark.parametrize("typical_p", [0.5, 0.1, 0.01])
+@pytest.mark.parametrize("temperature", [1e-6, 0.02])
+def test_typical_where_the_likely_ones_are_far_takes_few_draws(
+    lib: Library, typical_p: float, temperature: float
+) -> None:
+    """It left out one token after another from the best down, for seconds."""
+    logits = flat(9)
+    kept = _typical(logits, typical_p)
+    fields = {**OFF, "typical_p": typical_p, "temperature": temperature}
+    draws = drawn(lib, logits, 40, **fields, seed=1)
+    _check_shares(draws, logits, kept, temperature, 4)
+
+
+def test_typical_beside_tokens_on_the_bound(lib: Library) -> None:
+    """top-n-sigma leaves out those on its bound itself: they counted as nearer than others."""
+    counts = {1.0: 10_000, 1.5: 1000, 3.0: 20, 3.5: 20}
+    logits = np.concatenate([np.full(n, logit, np.float32) for logit, n in counts.items()])
+    row = LogitRow(len(logits))
+    alone(row.read(logits))
+    above = float(np.nextafter(np.float32(1), np.float32(2)))
+    sigma = (3.5 - above) / alone(row.deviation())
+    assert alone(draw.sigma_bound(row, sigma)) == 1.0
+    inside = _typical(np.where(logits > 1, logits, -np.inf).astype(np.float32), 0.93)
+    fields = {**OFF, "typical_p": 0.93, "top_n_sigma": sigma}
+    draws = drawn(lib, logits, 1000, **fields, seed=3)
+    _check_shares(draws, logits, inside, 1.0, 4)
+
+
 @pytest.mark.parametrize("typical_p", [0.001, 0.02])
 def test_typical_draws_that_are_seldom_near(lib: Library, typical_p: float) -> None:
     """98 % of the mass is further from the mean than one that was refused, draw after draw."""

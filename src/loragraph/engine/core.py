@@ -219,11 +219,15 @@ class EngineCore:
 
     def _has_seat(self) -> bool:
         scheduler, seats = self.scheduler, self.scheduler.config.max_sequences
-        n_taken = len(scheduler.running) + scheduler.n_waiting
-        return n_taken < seats and len(self._loading) < seats
+        return len(scheduler.running) + scheduler.n_waiting < seats
 
-    def _acquire(self, job: Job) -> Grant:
-        return self.residency.acquire(job, job.scales) if job.scales else Grant.READY
+    def _acquire(self, job: Job) -> Grant | None:
+        if not job.scales:
+            return Grant.READY
+        full = len(self._loading) >= self.scheduler.config.max_sequences
+        if full and not self.residency.has(job.scales):
+            return None
+        return self.residency.acquire(job, job.scales)
 
     def _start(self, job: Job) -> None:
         """Gives a job, whose adapters are in memory, to the scheduler."""

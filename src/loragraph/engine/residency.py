@@ -124,6 +124,10 @@ class Residency:
             for target in adapter.pairs:
                 adapter.effective_scale(target, scale)
 
+    def has(self, generations: Iterable[Generation]) -> bool:
+        """Whether all are in memory."""
+        return all(self.pool.state(one) is State.RESIDENT for one in generations)
+
     def state(self, generation: Generation) -> State:
         """Where a generation is."""
         return self.pool.state(generation)

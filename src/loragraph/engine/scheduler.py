@@ -19,12 +19,14 @@ prefill, at most P - 1 chunks of others come before the next chunk of a flow.
 **Everything ends.** Let `protected` be a sequence that was preempted `max_preemptions` times.
 (1) A protected one is admitted only if the cells it may ever need, with those that the protected
 running ones may ever need, are no more than there are; it goes first in a step and may preempt
-everyone unprotected. So it never lacks a cell and is never preempted: each sequence is preempted at
-most `max_preemptions` times.
+everyone unprotected. So it lacks a cell only while this step's duplicates hold them, which come on
+top of the paths and are free again afterwards: then it waits for the next step. It is never
+preempted: each sequence is preempted at most `max_preemptions` times.
 (2) A step with running sequences computes a token, preempts or admits one. Who lacks cells evicts
 what nobody uses, preempts the newest unprotected one behind it that has no chunk in this step, or
-else is preempted itself; and the last one left alone finds cells, since no sequence is longer than
-all cells. With none running, the next ready one is admitted.
+else waits where duplicates hold cells (so that there is a chunk), or else is preempted itself; and
+the last one left alone finds cells, since no sequence is longer than all cells. With none running,
+the next ready one is admitted.
 (3) Preemptions are finite by (1), so are admissions and the tokens to compute between them: all
 sequences end.
 """
@@ -298,6 +300,8 @@ class Scheduler:
             if victim is not None:
                 self._preempt(step, victim)
                 continue
+            if self._private:
+                return 0  # the next step has those cells
             assert not self._is_protected(sequence), "a protected sequence lacks cells"
             self._preempt(step, sequence)
             return 0
@@ -339,7 +343,8 @@ class Scheduler:
             if reserved + self._most_cells(sequence) > n_cells:
                 return False
         pending = sum(one.n_pending for one in self.running)
-        free = n_cells - self.tree.stats.n_in_use - len(self._private) - pending
+        n_private = sum(length for _, length in self._private)
+        free = n_cells - self.tree.stats.n_in_use - n_private - pending
         wanted = len(sequence.tokens) + min(sequence.max_tokens, self.config.block_size)
         if wanted <= free:
             return True

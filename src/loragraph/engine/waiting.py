@@ -3,10 +3,11 @@
 **Fairness.** A flow is a set of adapters. Flows stand in a queue; one that is served goes to its
 end, a new one joins there, one that cannot be served now keeps its place. So with F flows waiting a
 flow's first request is served after at most F - 1 requests of other flows, unless it lacks room for
-its adapters. The first flow that does is the head: others may overtake it, but requests that hold
-adapters at most `max_overtaken` times, then none until the head is served. So what holds the
-room runs out, however many requests for it wait, and a flow that lacks room is served after at most
-(F - 1) + F * max_overtaken requests with adapters.
+its adapters, or would have to load some while as many requests as there are seats wait for loads:
+then it is passed over until one of those has ended. The first flow that lacks room is the head:
+others may overtake it, but requests that hold adapters at most `max_overtaken` times, then none
+until the head is served. So what holds the room runs out, however many requests for it wait, and a
+flow that lacks room is served after at most (F - 1) + F * max_overtaken requests with adapters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from loragraph.engine.job import Job
 from loragraph.engine.pool import Grant
 from loragraph.errors import LoragraphError, OverloadedError
 
-Acquire = Callable[[Job], Grant]
+Acquire = Callable[[Job], Grant | None]
+"""Asks for a job's adapters; None: they cannot be loaded now."""
 
 _MAX_BLOCKED = 16
 """After so many flows without room, others with adapters are not asked in this step."""
@@ -79,11 +81,13 @@ class WaitingJobs:
             )
             if closed and job.scales:
                 continue
-            answer: Grant | LoragraphError
+            answer: Grant | LoragraphError | None
             try:
                 answer = acquire(job)
             except LoragraphError as error:
                 answer = error
+            if answer is None:
+                continue
             if answer is Grant.BLOCKED:
                 if not n_blocked and self._head is not job:
                     self._head, self._n_overtaken = job, 0

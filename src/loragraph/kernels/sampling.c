@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 enum { SAMPLED = 8 }; /* of the blocks of a row, every so many stand for all */
 
@@ -124,7 +125,7 @@ static void split_block(const row_window *w, float outer_lo, const float *x, int
 void loragraph_row_split(const row_window *w, int64_t id, float outer_lo, double most, double rest, int exact,
                          double *out) {
     row_window closed = *w;
-    closed.lo = nextafterf(w->lo, -INFINITY);
+    closed.lo = fmaxf(nextafterf(w->lo, -INFINITY), outer_lo); /* not what stands on that one */
     closed.hi = nextafterf(w->hi, INFINITY);
     const int64_t n_blocks = loragraph_draw_blocks(w->n), own = id / DRAW_BLOCK;
     float tail[DRAW_BLOCK];
@@ -244,25 +245,57 @@ int64_t loragraph_row_draw(const row_window *w, double u, double *sums, double *
     return id;
 }
 
-/* The tokens nearer to the mean logit than x[id], and as far as it. */
-static row_window nearer_than(const row_window *w, int64_t id, double mean) {
-    const float logit = w->x[id], other = (float)(2 * mean - logit);
+static row_window between(const row_window *w, float lo, float hi) {
     row_window near = *w;
     near.temperature = 1.0f;
-    near.lo = fmaxf(logit < mean ? logit : other, w->lo);
-    near.hi = logit < mean ? other : logit;
+    near.lo = fmaxf(lo, w->lo);
+    near.hi = hi;
     return near;
 }
 
-static int on_edge(const row_window *near, float lo, float l) { return l == near->hi || (l == near->lo && l > lo); }
+/* The tokens nearer to the mean logit than x[id]; on its edges are those as far as it. */
+static row_window nearer_than(const row_window *w, int64_t id, double mean) {
+    const float logit = w->x[id], other = (float)(2 * mean - logit);
+    return between(w, logit < mean ? logit : other, logit < mean ? other : logit);
+}
 
-/* Among the tokens of `near`, which have `mass`, and those on its edges with the lowest ids, until they have more than
+static row_window with_edges(const row_window *w, const row_window *near) {
+    return between(w, nextafterf(near->lo, -INFINITY), nextafterf(near->hi, INFINITY));
+}
+
+/* Brings both windows around the mean together: `in` has no more mass than is wanted, `out` has more. Between them are
+ * then those of one distance. */
+static void close_in(const row_window *w, double mean, double wanted, row_window *in, row_window *out) {
+    const double far = fmax(mean - out->lo, out->hi - mean);
+    int64_t least = 0, most; /* distances, as the bits of doubles, which are in the same order */
+    memcpy(&most, &far, sizeof far);
+    *in = between(w, (float)mean, (float)mean);
+    while (most - least > 1 && (in->lo != out->lo || in->hi != out->hi)) {
+        const int64_t bits = least + (most - least) / 2;
+        double d;
+        memcpy(&d, &bits, sizeof d);
+        const row_window near = between(w, (float)(mean - d), (float)(mean + d));
+        if (loragraph_row_mass(&near, 0) <= wanted) {
+            least = bits;
+            *in = near;
+        } else {
+            most = bits;
+            *out = near;
+        }
+        if (nextafterf(in->lo, -INFINITY) <= out->lo && nextafterf(in->hi, INFINITY) >= out->hi)
+            break;
+    }
+}
+
+/* Among the tokens of `in`, and of those of `out` besides the ones with the lowest ids, until they have more than
  * `wanted`: with many equal tokens, drawing until one is among these might take as many draws. */
-static int64_t draw_with_edges(const row_window *w, const row_window *near, double mass, double wanted, double u) {
+static int64_t draw_with_edges(const row_window *w, const row_window *in, const row_window *out, double wanted,
+                               double u) {
+    double mass = loragraph_row_mass(in, 0);
     int64_t last = -1;
     for (int64_t i = 0; i < w->n && mass <= wanted; i++)
-        if (on_edge(near, w->lo, w->x[i])) {
-            mass += exact_weight(near, w->x[i]);
+        if (inside(out, w->x[i]) && !inside(in, w->x[i])) {
+            mass += exact_weight(in, w->x[i]);
             last = i;
         }
     row_window kept = *w;
@@ -272,7 +305,7 @@ static int64_t draw_with_edges(const row_window *w, const row_window *near, doub
         run = 0;
         for (int64_t i = 0; i < w->n; i++) {
             const float l = w->x[i];
-            if (!inside(near, l) && !(i <= last && on_edge(near, w->lo, l)))
+            if (!inside(in, l) && !(i <= last && inside(out, l)))
                 continue;
             if (pass == 0)
                 kept.max = l > kept.max ? l : kept.max;
@@ -288,6 +321,7 @@ static int64_t draw_with_edges(const row_window *w, const row_window *near, doub
  * tokens in until they are more. -log p - entropy is the mean logit minus the token's. */
 int64_t loragraph_row_typical(const row_window *w, double typical_p, double *sums, mt_state *random) {
     enum { REFUSED = 2, MISSED = 16 }; /* draws, before the window is made smaller */
+    enum { NARROWED = 6 };             /* times, before the set is looked for: what is likely may all be far from it */
     row_window all = *w, near = *w;
     double found[2];
     all.temperature = 1.0f;
@@ -296,7 +330,7 @@ int64_t loragraph_row_typical(const row_window *w, double typical_p, double *sum
     const double others = CERTAIN * (mass - wanted), most = wanted > 0 ? CERTAIN * wanted : INFINITY;
     summed_window left = {*w, sums, 0, 0};
     sum_window(&left, 0);
-    for (int refused = 0, missed = 0;;) {
+    for (int refused = 0, missed = 0, narrowed = 0;;) {
         const int64_t id = draw_token(&left, loragraph_mt_uniform(random));
         if (id < 0)
             return id;
@@ -311,9 +345,11 @@ int64_t loragraph_row_typical(const row_window *w, double typical_p, double *sum
         }
         if (refused < REFUSED && missed < MISSED)
             continue;
-        const double within = loragraph_row_mass(&near, 0);
-        if (within <= wanted) /* some that are as far as this one are in */
-            return draw_with_edges(w, &near, within, wanted, loragraph_mt_uniform(random));
+        row_window out = with_edges(w, &near);
+        if (++narrowed == NARROWED)
+            close_in(w, mean, wanted, &near, &out);
+        if (loragraph_row_mass(&near, 0) <= wanted) /* some on its edges are in */
+            return draw_with_edges(w, &near, &out, wanted, loragraph_mt_uniform(random));
         left.window.lo = near.lo;
         left.window.hi = near.hi;
         if (near.hi <= left.window.max)

@@ -247,7 +247,7 @@ INLINE void weigh(const row_window *window, const float *x, int64_t n, double *o
         vf weight[TREE], moments = v_set1(0.0f);
         for (int j = 0; j < TREE; j++) {
             const vf l = v_load(x + i + j * VL), d = v_exp_range(v_add(l, max)); /* -inf times 0 is not a number */
-            weight[j] = v_exp_roughly(d);
+            weight[j] = v_exp_within(d);
             if (windowed)
                 weight[j] = v_between(weight[j], l, lo, hi);
             moments = v_fma(weight[j], d, moments);

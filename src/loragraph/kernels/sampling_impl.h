@@ -39,7 +39,7 @@ typedef struct {
     void (*split)(const row_window *window, float outer_lo, const float *x, int64_t n, double *out);
     /* n, sum, sum of squares of l - max, added to out[3]. */
     void (*moments)(const row_window *window, const float *x, int64_t n, double *out);
-    /* Sums of weight and weight * (l - max) at temperature 1, added to out[2]; weights within 6e-7. */
+    /* Sums of weight and weight * (l - max) at temperature 1, added to out[2]. */
     void (*means)(const row_window *window, const float *x, int64_t n, double *out);
 } sampling_kernels;
 

@@ -21,7 +21,7 @@ INLINE v_power v_power_of(vf x) {
 INLINE vf v_scaled(vf p, v_power n) { return (vf)((vi)p + n.exponent); }
 
 /* exp(x) for -80 <= x <= 0 within 2e-7 of it. The polynomial of degree 6 with the least largest relative error for r,
- * 3e-9; in pairs, as one term after another would wait for each other. */
+ * 4e-9; in pairs, as one term after another would wait for each other. */
 INLINE vf v_exp_within(vf x) {
     const v_power n = v_power_of(x);
     const vf r = v_fma(n.whole, v_set1(2.12194440e-4f), v_fma(n.whole, v_set1(-0.693359375f), x)), r2 = v_mul(r, r);
@@ -29,15 +29,6 @@ INLINE vf v_exp_within(vf x) {
     const vf low = v_fma(v_set1(1.666652040e-1f), r, v_set1(4.999999343e-1f));
     const vf p = v_fma(v_fma(v_fma(v_set1(1.381454008e-3f), r2, high), r2, low), r2, r);
     return v_scaled(v_add(p, v_set1(1.0f)), n);
-}
-
-/* The same within 6e-7: degree 5, and ln 2 as one float. */
-INLINE vf v_exp_roughly(vf x) {
-    const v_power n = v_power_of(x);
-    const vf r = v_fma(n.whole, v_set1(-0.693147181f), x), r2 = v_mul(r, r);
-    const vf high = v_fma(v_set1(8.312501489e-3f), r, v_set1(4.189033233e-2f));
-    const vf low = v_fma(v_set1(1.666711539e-1f), r, v_set1(4.999923030e-1f));
-    return v_scaled(v_add(v_fma(v_fma(high, r2, low), r2, r), v_set1(1.0f)), n);
 }
 
 /* exp(x) for x <= 0 within 2e-7 of it; what lies below exp(-80) is that. */

@@ -2,8 +2,8 @@
  *
  * Every simd_*.h defines the same names: VL lanes of `vf`, loads of the four storage types, v_fma(a, b, c) =
  * a * b + c, v_sum in one fixed order, v_max, v_top (the largest lane), v_transpose (VL vectors as a square), the
- * row counts of the register tiles, v_low and v_high (half of the lanes each, as doubles), v_wide_fma,
- * v_between (value where lo < x < hi, else 0). A file includes one of them.
+ * row counts of the register tiles, v_low and v_high (half of the lanes each, as doubles), v_narrow (both back),
+ * v_wide_fma, v_between (value where lo < x < hi, else 0). A file includes one of them.
  */
 #include <stdint.h>
 #include <string.h>
