@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from loragraph.adapters.combine import combine
 from loragraph.adapters.mix import Mix
 from loragraph.engine import administration
 from loragraph.engine.engine import Engine
@@ -102,7 +103,7 @@ def test_the_parts_of_a_combination_stay_whatever_becomes_of_their_names(
 ) -> None:
     """They were closed while they were read."""
     expected = score(engine, "a", "b")
-    combine, closed = administration.combine, []
+    closed: list[bool] = []
 
     def late(mix: Mix) -> Any:
         change(engine, files)
