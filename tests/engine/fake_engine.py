@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
+from loragraph.adapters.report import LoadReport
 from loragraph.engine.core import EngineCore
 from loragraph.engine.job import ChoiceState, Job
 from loragraph.engine.params import SamplingParams
@@ -56,7 +57,9 @@ class NamedAdapter:
         self.invocation_tokens = tuple(invocation)
         self.pairs: dict[str, object] = {}
         self.nbytes = 100
-        self.report = None
+        self.rank_max = 4
+        self.task_name = self.prompt_prefix = ""
+        self.report = LoadReport({}, {}, {}, n_tensors=2, n_params=1, base_params=1, nbytes=100)
         self.n_attached = 0
         self.closed = False
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loragraph.engine.registry import AdapterHeader, LoadOptions, Registry
+from loragraph.engine.registry import AdapterHeader, Generation, LoadOptions, Registry
 from loragraph.errors import (
     AdapterChangedError,
     AdapterFormatError,
@@ -148,6 +148,37 @@ def test_an_unloaded_name_of_the_folder_stays_away_until_registered(folder: Path
     assert registry.names() == ["a", "b", "inside"]
 
 
+def test_an_unload_that_meets_a_swap_leaves_the_new_generation(folder: Path) -> None:
+    """It was of what the name meant before; the file of the folder can be found again later."""
+    registry = Registry(Headers(), folder)
+    old = registry.resolve("a")
+    resolve = registry.resolve
+    swapped: list[Generation] = []
+
+    def late(name: str) -> Generation:
+        found = resolve(name)
+        swapped.append(registry.register(name, "other.gguf")[0])
+        return found
+
+    registry.resolve = late  # type: ignore[method-assign]
+    assert registry.unload("a") is old
+    assert registry.known("a") is swapped[0]
+    assert not swapped[0].retired
+    assert registry.path_in_dir("a") == folder / "a.gguf"
+
+
+def test_a_made_generation_means_nothing_until_it_is_swapped_in() -> None:
+    """It cannot be renewed into its name either."""
+    registry = Registry(Headers())
+    old, _ = registry.register("a", "one.gguf")
+    new = registry.make("a", "two.gguf")
+    assert registry.resolve("a") is old
+    assert registry.renew(new, HEADER) is None
+    assert registry.resolve("a") is old
+    assert registry.swap(new) is old
+    assert (old.retired, new.retired) == (True, False)
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     """With the flag's name."""
     with pytest.raises(ConfigError, match="adapter_dir"):
@@ -162,9 +193,11 @@ def test_another_digest_at_a_reload_is_an_error() -> None:
     old.check_digest("one")
     with pytest.raises(AdapterChangedError, match="overwritten"):
         old.check_digest("two")
-    new = registry.renew(old)
+    header = AdapterHeader(200, 9, 2, (7, 8))
+    new = registry.renew(old, header)
     assert new is registry.resolve("a")
-    assert registry.renew(old) is None
+    assert new.header is header
+    assert registry.renew(old, header) is None
 
 
 def test_many_threads_resolve_one_generation(folder: Path) -> None:
@@ -191,6 +224,6 @@ def test_a_generation_keeps_how_it_is_read() -> None:
     registry = Registry(headers)
     options = LoadOptions(ignore_norm=True, tied_output=False)
     old, _ = registry.register("a", "a.gguf", options)
-    new = registry.renew(old)
+    new = registry.renew(old, HEADER)
     assert new is not None
     assert (old.options, new.options, headers.options) == (options, options, [options])

@@ -149,4 +149,4 @@ def test_several_names_are_looked_up_at_one_moment() -> None:
 def test_a_verified_file_gets_no_generation_of_our_own() -> None:
     """Only the store gives numbers."""
     registry = made(FakeStore(a=1))
-    assert registry.renew(registry.resolve("a")) is None
+    assert registry.renew(registry.resolve("a"), HEADER) is None

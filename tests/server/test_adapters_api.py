@@ -17,6 +17,7 @@ from tests.server.serving import Served, serving, write_files
 from tests.tiny import TinyAdapter, TinyLlama
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+UNLOADED = {"json": {"lora_name": "x"}}
 
 
 @pytest.fixture
@@ -180,6 +181,47 @@ def test_pins(http: httpx.Client) -> None:
     assert http.post("/v1/unpin_lora_adapter", json={"lora_name": "beta"}).status_code == 200
     assert http.post("/v1/pin_lora_adapter", json={"lora_name": "gamma"}).status_code == 200
     assert http.post("/v1/pin_lora_adapter", json={"lora_name": "nope"}).status_code == 404
+
+
+def test_a_replacement_without_room_keeps_the_generation_and_its_options(
+    served: Served, http: httpx.Client
+) -> None:
+    """It was registered anew from its path, unpinned and without the options of its load."""
+    engine, folder = served.engine, served.folder / "adapters"
+    engine.load_adapter("x", folder / "alpha.gguf", ignore_norm=True)
+    for name in ("alpha", "beta", "gamma"):
+        engine.pin(name)
+    old = engine.resolve("x")
+    body = {"lora_name": "x", "lora_path": "beta.gguf", "load_inplace": True}
+    assert http.post(LOAD, json=body).status_code == 503
+    assert engine.resolve("x") is old
+    assert not old.retired
+
+
+def test_a_mix_that_meets_an_unload_holds_no_unknown_name(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name left between its look-up and the mix: every request without adapters was a 404."""
+    http.post(LOAD, json={"lora_name": "x", "lora_path": "alpha.gguf"})
+    number = row(http, "x")["id"]
+    resolve = served.engine.registry.resolve
+    threads: list[threading.Thread] = []
+
+    def late(name: str) -> Any:
+        found = resolve(name)
+        if not threads:
+            unload = threading.Thread(target=http.post, args=(UNLOAD,), kwargs=UNLOADED)
+            threads.append(unload)
+            unload.start()
+            unload.join(0.5)
+        return found
+
+    monkeypatch.setattr(served.engine.registry, "resolve", late)
+    http.post("/lora-adapters", json=[{"id": number, "scale": 1.0}])
+    threads[0].join(10)
+    assert "x" not in served.state.default_mix
+    answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert answer.status_code == 200
 
 
 def test_sglang_answers(http: httpx.Client) -> None:

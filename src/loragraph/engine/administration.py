@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.combine import combine
@@ -13,10 +14,10 @@ from loragraph.engine.core import EngineCore
 from loragraph.engine.holds import Hold
 from loragraph.engine.job_maker import JobMaker
 from loragraph.engine.model import Model
-from loragraph.engine.registry import PLAIN_LOAD, Generation, LoadOptions, Registry
+from loragraph.engine.registry import PLAIN_LOAD, Generation, LoadOptions, Registry, check_name
 from loragraph.engine.table import AdapterRow, adapter_rows
 from loragraph.engine.thread import EngineThread
-from loragraph.errors import ConfigError, LifecycleError, LoragraphError
+from loragraph.errors import AdapterChangedError, ConfigError, LifecycleError, LoragraphError
 
 
 class EngineAdapters(ABC):
@@ -41,8 +42,9 @@ class EngineAdapters(ABC):
         """Registers an adapter under a name; what the name meant stays with running requests.
 
         Reads the file's header. `preload` waits until it is in memory, `pin` also keeps it there;
-        their error takes the name back. `ignore_norm` and `tied_output`: see `Model.load_adapter`;
-        they hold for later loads of the same generation too.
+        the name means it only then, and after their error goes on to mean what it meant.
+        `ignore_norm` and `tied_output`: see `Model.load_adapter`; they hold for later loads of the
+        same generation too.
         """
         self._check_open()
         options = LoadOptions(ignore_norm, tied_output)
@@ -56,26 +58,23 @@ class EngineAdapters(ABC):
                 "expected a file to read with ignore_norm or tied_output, got an adapter in memory",
                 field="ignore_norm" if ignore_norm else "tied_output",
             )
-        new, old = self.registry.register(name, source, options)
-        if old is not None:
-            self._thread.post(lambda: self._core.retire(old))
+        new = self.registry.make(name, source, options)
         if pin or preload:
-            try:
-                self._wait_for(Hold(new, pin=pin))
-            except LoragraphError:
-                self.unload_adapter(name)
-                raise
+            self._load_unnamed(Hold(new, pin=pin, replaces=self.registry.known(name)))
+        self._swap(new)
         return new
 
     def combine(self, name: str, scales: Mapping[str, float]) -> Generation:
         """Freezes a mix of adapters into one, in memory, under a name of its own.
 
         Exact, for any ranks and types; see `loragraph.adapters.combine`. Its parts are loaded for
-        it. It is kept until the name is unloaded.
+        it, and stay until it is made, whatever becomes of their names meanwhile. It is kept until
+        the name is unloaded.
         """
         self._check_open()
+        check_name(name)
         wanted = self._jobs.resolve(scales)
-        holds = [Hold(generation, pin=True) for generation in wanted]
+        holds = [Hold(generation, keep=True) for generation in wanted]
         try:
             for hold in holds:
                 self._wait_for(hold)
@@ -86,8 +85,9 @@ class EngineAdapters(ABC):
         finally:
             self._thread.post(lambda: self._core.holds.drop(holds))
         self.model.adopt_adapter(adapter)
-        new = self.load_adapter(name, adapter)
-        new.owned = True
+        new = self.registry.make(name, adapter)
+        new.owned = True  # before anybody can swap it away
+        self._swap(new)
         return new
 
     def unload_adapter(self, name: str) -> None:
@@ -105,13 +105,11 @@ class EngineAdapters(ABC):
 
     def preload(self, name: str) -> None:
         """Waits until an adapter is in memory; it may be dropped again at any time."""
-        self._check_open()
-        self._wait_for(Hold(self.registry.resolve(name), pin=False))
+        self._hold_named(name, pin=False)
 
     def pin(self, name: str) -> None:
         """Loads an adapter and keeps it in memory; CapacityError where there is no room."""
-        self._check_open()
-        self._wait_for(Hold(self.registry.resolve(name), pin=True))
+        self._hold_named(name, pin=True)
 
     def unpin(self, name: str) -> None:
         """Lets a pinned adapter be dropped."""
@@ -140,6 +138,36 @@ class EngineAdapters(ABC):
         return self._thread.call(
             lambda: tuple(adapter_rows(self.registry, core.residency.pool, core.holds, files))
         )
+
+    def _swap(self, new: Generation) -> None:
+        old = self.registry.swap(new)
+        if old is not None:
+            self._thread.post(lambda: self._core.retire(old))
+
+    def _load_unnamed(self, hold: Hold) -> None:
+        """Loads what no name means yet; nothing of it is left after an error."""
+        try:
+            self._wait_for(hold)
+        except BaseException:
+            hold.generation.retired = True
+            with suppress(LifecycleError):  # the engine was closed, with all that it held
+                self._thread.post(lambda: self._core.retire(hold.generation))
+            raise
+
+    def _hold_named(self, name: str, *, pin: bool) -> None:
+        """Holds what a name means, also where that changes while it is loaded."""
+        self._check_open()
+        while True:
+            hold = Hold(self.registry.resolve(name), pin=pin)
+            try:
+                self._wait_for(hold)
+            except AdapterChangedError:
+                raise
+            except LoragraphError:
+                if not hold.generation.retired:
+                    raise
+            if not hold.generation.retired:
+                return
 
     def _wait_for(self, hold: Hold) -> None:
         self._thread.post(lambda: self._core.hold(hold))

@@ -110,7 +110,7 @@ class Generation:
     name: str
     number: int
     path: Path | None  # None: made in memory
-    header: AdapterHeader
+    header: AdapterHeader  # of the content that was loaded last, once one was
     options: LoadOptions = PLAIN_LOAD
     adapter: Adapter | None = None  # given by the caller, who keeps it unless `owned`
     owned: bool = False  # the adapter in memory goes with the generation
@@ -171,30 +171,44 @@ class Registry:
         source: str | os.PathLike[str] | Adapter,
         options: LoadOptions = PLAIN_LOAD,
     ) -> tuple[Generation, Generation | None]:
-        """A new generation of `name`, and the one that it replaces.
+        """A new generation of `name`, and the one that it replaces; see `make`."""
+        new = self.make(name, source, options)
+        return new, self.swap(new)
 
-        Reads a file's header, not its tensors. Raises what is wrong with the file or the name;
-        the name then means what it meant.
+    def make(
+        self,
+        name: str,
+        source: str | os.PathLike[str] | Adapter,
+        options: LoadOptions = PLAIN_LOAD,
+    ) -> Generation:
+        """A generation of `name`, which means it from `swap` on.
+
+        Reads a file's header, not its tensors. Raises what is wrong with the file or the name.
         """
         check_name(name)
         if isinstance(source, Adapter):
             header = header_of(source)
-            new = Generation(
+            return Generation(
                 name, next(self._numbers), None, header, adapter=source, digest=source.digest
             )
-        else:
-            path = Path(source).absolute()
-            header = self._read_header(path, options)
-            new = Generation(name, next(self._numbers), path, header, options)
-        with self._lock:
-            return new, self._swap(name, new)
+        path = Path(source).absolute()
+        header = self._read_header(path, options)
+        return Generation(name, next(self._numbers), path, header, options)
 
-    def renew(self, old: Generation) -> Generation | None:
-        """A new generation of the same file, if `old` is still what its name means."""
+    def swap(self, new: Generation) -> Generation | None:
+        """Its name means it from now on; the generation that it replaces."""
         with self._lock:
-            if old.retired or old.path is None or old.opener is not None:
-                return None  # what a store gives is verified
-            new = Generation(old.name, next(self._numbers), old.path, old.header, old.options)
+            return self._swap(new.name, new)
+
+    def renew(self, old: Generation, header: AdapterHeader) -> Generation | None:
+        """A new generation of the same file, whose header is another by now.
+
+        None where its name no longer means `old`, and for what a store gives, which is verified.
+        """
+        with self._lock:
+            if self._current.get(old.name) is not old or old.path is None or old.opener is not None:
+                return None
+            new = Generation(old.name, next(self._numbers), old.path, header, old.options)
             self._swap(old.name, new)
             return new
 
@@ -202,10 +216,10 @@ class Registry:
         """The name means nothing any more; the generation that it meant."""
         old = self.resolve(name)
         with self._lock:
-            if self._current.get(name) is old:
+            if self._current.get(name) is old:  # else it was swapped meanwhile, or is gone already
                 del self._current[name]
-            self._unloaded.add(name)
-            old.retired = True
+                self._unloaded.add(name)
+                old.retired = True
             return old
 
     def known(self, name: str) -> Generation | None:

@@ -11,7 +11,7 @@ from typing import Protocol
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.pool import Grant, Pool, State
-from loragraph.engine.registry import Generation, Registry, resident_bytes
+from loragraph.engine.registry import Generation, Registry, header_of, resident_bytes
 from loragraph.errors import AdapterChangedError, LoragraphError
 
 _USER = "the engine"  # what an adapter says of who uses it
@@ -56,12 +56,13 @@ class Residency:
             generation.check_digest(outcome.digest)
             self._place(generation, outcome)
         except LoragraphError as error:
+            if isinstance(error, AdapterChangedError):
+                self._registry.renew(generation, header_of(outcome))
             if outcome is not generation.adapter:  # else the caller's
                 outcome.close()
             generation.counts.n_failures += 1
-            if isinstance(error, AdapterChangedError):
-                self._registry.renew(generation)
             return self.pool.failed(generation, error)
+        generation.header = header_of(outcome)  # the file may be another than at registration
         generation.report = outcome.report
         generation.counts.n_loads += 1
         generation.counts.load_s += self._clock() - generation.load_started

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from loragraph.cluster.catalogue import Op
 from loragraph.cluster.content import Content
 from loragraph.engine.engine import Engine
 from loragraph.engine.registry import check_name
-from loragraph.errors import CapacityError, InvalidRequestError, PermissionDeniedError
+from loragraph.errors import (
+    AdapterChangedError,
+    CapacityError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+)
 from loragraph.ray.store import CatalogueStore, SharedCatalogue
 from loragraph.server.adapters_api import (
     LoadBody,
@@ -42,17 +49,20 @@ class CatalogueAdmin:
             raise loaded_already(body.lora_name)
         content = replace(self._checked(state.engine, source), pinned=bool(body.pinned))
         op = Op.REGISTER if old is None else Op.SWAP
-        self._catalogue.change(op, body.lora_name, content=content)
+        made = self._catalogue.change(op, body.lora_name, content=content)
         try:
             if content.pinned:
                 state.engine.pin(body.lora_name)
             else:
                 state.engine.preload(body.lora_name)
         except CapacityError:  # no room: the name means again what it meant
-            if old is None:
-                self._catalogue.change(Op.DROP, body.lora_name)
-            else:
-                self._catalogue.change(Op.SWAP, body.lora_name, content=old.content)
+            # unless another replica has given it a meaning since
+            with suppress(AdapterChangedError, ModelNotFoundError):
+                if old is None:
+                    self._catalogue.change(Op.DROP, body.lora_name, generation=made)
+                else:
+                    back = old.content
+                    self._catalogue.change(Op.SWAP, body.lora_name, content=back, generation=made)
             raise
 
     def unload(self, state: ServerState, name: str) -> None:

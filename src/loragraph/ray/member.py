@@ -21,7 +21,12 @@ from loragraph.engine.engine import Engine
 from loragraph.engine.model import Model
 from loragraph.engine.pool import State as Residence
 from loragraph.engine.table import AdapterRow
-from loragraph.errors import CapacityError, LifecycleError, StaleCatalogueError
+from loragraph.errors import (
+    CapacityError,
+    LifecycleError,
+    ModelNotFoundError,
+    StaleCatalogueError,
+)
 from loragraph.ray.admin import CatalogueAdmin
 from loragraph.ray.forward import ACCEPTED, REFUSED
 from loragraph.ray.hint import Hint
@@ -217,7 +222,7 @@ class Member:
             if entry is None or row.generation != entry.generation:
                 continue
             pinned = entry.content.pinned or row.name in self._args.lora_pin
-            with suppress(CapacityError):
+            with suppress(CapacityError, ModelNotFoundError):  # dropped meanwhile
                 if pinned and not row.pinned and row.state is Residence.RESIDENT:
                     engine.pin(row.name)
                 elif row.pinned and not pinned:

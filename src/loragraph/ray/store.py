@@ -49,9 +49,9 @@ class SharedCatalogue:
         """Takes what there is now; blocks."""
         self._wait(self._copy.refresh())
 
-    def change(self, op: Op, name: str = "", **what: Any) -> None:
+    def change(self, op: Op, name: str = "", **what: Any) -> int:
         """See CatalogueCopy.change; blocks."""
-        self._wait(self._copy.change(op, name, **what))
+        return self._wait(self._copy.change(op, name, **what))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import Field
 from loragraph.adapters.convert.source import CONFIG
 from loragraph.adapters.folder import folder_problem, is_adapter_folder
 from loragraph.engine.registry import MAX_NAME, Generation, check_name
-from loragraph.errors import InvalidRequestError, LoragraphError, ModelNotFoundError
+from loragraph.errors import InvalidRequestError, ModelNotFoundError
 from loragraph.server.errors import ApiError
 from loragraph.server.gate import Admin
 from loragraph.server.routing import api_router
@@ -131,14 +132,18 @@ async def _load(state: ServerState, body: LoadBody) -> None:
 class LocalAdmin:
     """Changes adapters of this server alone; see AdapterAdmin."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # no name leaves between its look-up and the mix with it
+
     def load(self, state: ServerState, body: LoadBody) -> None:
         """Loads what a body names, from the adapters' folder."""
         load_confined(state, body)
 
     def unload(self, state: ServerState, name: str) -> None:
         """Of this engine."""
-        state.engine.unload_adapter(name)
-        state.forget_adapter(name)
+        with self._lock:
+            state.engine.unload_adapter(name)
+            state.forget_adapter(name)
 
     def pin(self, state: ServerState, name: str) -> None:
         """In this engine's memory."""
@@ -150,9 +155,10 @@ class LocalAdmin:
 
     def set_default_mix(self, state: ServerState, scales: Mapping[str, float]) -> None:
         """Of this server's requests."""
-        for name in scales:  # an unknown name shall not become everybody's error
-            state.engine.registry.resolve(name)
-        state.set_default_mix(scales)
+        with self._lock:
+            for name in scales:  # an unknown name shall not become everybody's error
+                state.engine.registry.resolve(name)
+            state.set_default_mix(scales)
 
 
 def check_load(state: ServerState, body: LoadBody) -> None:
@@ -174,21 +180,12 @@ def load_confined(state: ServerState, body: LoadBody) -> Generation:
     engine, name = state.engine, body.lora_name
     path = confined_path(state.config.adapter_dir, body.lora_path)
     state.sidecars.check(path)
-    old = engine.registry.current().get(name)
-    loaded = old is not None and not body.load_inplace
+    loaded = engine.registry.known(name) is not None and not body.load_inplace
     if path.is_dir():
         check_folder(path, state.config.adapter_dir)
     if loaded:
         raise loaded_already(name)
-    if old is not None:
-        # Read as a whole first: should it be refused, the name goes on to mean what it meant.
-        engine.model.load_adapter(path).close()
-    try:
-        return engine.load_adapter(name, path, pin=bool(body.pinned), preload=True)
-    except LoragraphError:
-        if old is not None and old.path is not None:  # no room: the old one comes back
-            engine.load_adapter(name, old.path)
-        raise
+    return engine.load_adapter(name, path, pin=bool(body.pinned), preload=True)
 
 
 def check_folder(folder: Path, root: Path | None) -> None:
