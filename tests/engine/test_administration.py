@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,30 @@ def check_header(engine: Engine, path: Path, older: int) -> None:
     row = next(row for row in engine.adapters if row.name == "a")
     assert (row.rank_max, row.is_alora, row.nbytes) == (9, True, headers[0].nbytes)
     assert engine.stats().pool.nbytes == headers[0].nbytes
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_combination_goes_only_after_those_who_wait_for_it(files: Files, cancel: bool) -> None:
+    """Unloaded while a request for it waited for a seat, it was closed, and the request failed."""
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
+    with files.engine(max_sequences=1) as engine:
+        engine.combine("both", {"a": 1.0, "b": 0.5})
+        expected = engine.generate(TOKENS, adapters={"both": 1.0}, **greedy).tokens
+        generation = engine.registry.resolve("both")
+        first = engine.stream(TOKENS, max_tokens=250, ignore_eos=True)
+        next(first)  # it has the seat
+        waits = [engine.stream(TOKENS, adapters={"both": 1.0}, **greedy) for _ in range(2)]
+        engine.unload_adapter("both")
+        if cancel:
+            for one in waits:
+                one.close()
+        first.close()
+        for one in waits:
+            if not cancel:
+                assert list(one)
+                assert one.result.tokens == expected
+        deadline = time.monotonic() + 10
+        assert generation.adapter is not None
+        while not generation.adapter.closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert generation.adapter.closed

@@ -273,7 +273,7 @@ def test_as_many_loads_as_seats_hold_nobody_up(cold_ones: tuple[str, ...]) -> No
     base, resident = engine.submit(PROMPT), engine.submit(PROMPT, {"a": 1.0})
     for _ in range(30):
         engine.core.step()
-    assert base.result.text == cold((PROMPT, None))
+    assert base.result.text == cold((PROMPT, {}))
     assert resident.result.text == warm
     assert engine.core.count().n_jobs_loading == 4
     assert not any(one.ended for one in waits)

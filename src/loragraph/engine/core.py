@@ -68,6 +68,7 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._check_files = check_files
+        residency.is_awaited = self._is_awaited
         self._loading: dict[Job, None] = {}  # hold places in the pool, in part still loading
         self._running: dict[Job, None] = {}  # in the scheduler
         self._closed: LoragraphError | None = None
@@ -305,7 +306,13 @@ class EngineCore:
             self.seats.leave(sequence)
         self.outputs.drop(job.sequences)
         self.residency.pool.release(job)
+        for generation in job.scales:
+            if generation.retired and generation.owned:
+                self.residency.retire(generation)
         job.close()
+
+    def _is_awaited(self, generation: Generation) -> bool:
+        return any(generation in job.scales for job in self.waiting)
 
     def _end(self, job: Job, error: LoragraphError | None) -> None:
         """The job's last word."""

@@ -46,6 +46,8 @@ class Residency:
         self._start_load = start_load
         self._clock = clock
         self._dropped: list[tuple[Generation, Adapter]] = []
+        self.is_awaited: Callable[[Generation], bool] = lambda generation: False
+        """Whether a request waits that will ask for a generation; the engine's core knows."""
 
     def on_load(self, generation: Generation, outcome: Adapter | LoragraphError) -> list[Hashable]:
         """A load ended: places the adapter. Returns the tickets that failed with it."""
@@ -76,14 +78,15 @@ class Residency:
         dropped, self._dropped = self._dropped, []
         for generation, adapter in dropped:
             adapter.detach(_USER)
-            if adapter is not generation.adapter or (generation.owned and generation.retired):
+            if adapter is not generation.adapter or self._is_done(generation):
                 adapter.close()
 
     def retire(self, generation: Generation) -> None:
-        """See Pool.retire."""
+        """See Pool.retire. Again when a request that wanted it has left."""
         self.pool.retire(generation)
         adapter = generation.adapter
-        if adapter is not None and generation.owned and self.pool.state(generation) is State.ABSENT:
+        absent = self.pool.state(generation) is State.ABSENT
+        if adapter is not None and absent and self._is_done(generation):
             self.sync()
             adapter.close()
 
@@ -132,6 +135,10 @@ class Residency:
     def state(self, generation: Generation) -> State:
         """Where a generation is."""
         return self.pool.state(generation)
+
+    def _is_done(self, generation: Generation) -> bool:
+        """Whether nobody will ask for an adapter that goes with its generation."""
+        return generation.owned and generation.retired and not self.is_awaited(generation)
 
     def _place(self, generation: Generation, adapter: Adapter) -> None:
         """All or nothing: attached, in a slot, and counted."""
