@@ -30,6 +30,7 @@ from loragraph.errors import CapacityError, DeadlineError, ModelNotFoundError
 MIN_SPEED = 0.9  # of a fresh engine's
 MAX_GROWTH_KIB = 8 * 1024  # of resident memory between the end of the warming up and the end
 MAX_EARLY = 0.02  # of the answers differ from the lone ones, where the choice was open
+MAX_REFUSED = 0.1  # of the requests: a twentieth has hardly any time, and names come and go
 _WARM = 0.2  # of the time: every kind of request has been there, and every thread's memory
 _SPEED_ROUNDS = 41
 _LEAST = 50  # finished requests
@@ -65,6 +66,8 @@ class Report:
         ended = self.n_finished + self.n_cancelled + self.n_refused + len(self.errors)
         if ended < self.n_requests:
             found.append(f"{self.n_requests - ended} requests were lost")
+        if self.n_refused > MAX_REFUSED * self.n_requests:
+            found.append(f"{self.n_refused} of {self.n_requests} requests were refused")
         if not self.n_preemptions:
             found.append("nothing was preempted: too many cells")
         if not self.n_compared or self.n_early > MAX_EARLY * self.n_compared:
@@ -190,14 +193,7 @@ class Soak:
 
     def _request(self, engine: Engine, number: int, rng: random.Random) -> None:
         request = self._kinds[number].request(0.05 if rng.random() < 0.05 else None)
-        stream = engine.stream(
-            request.prompt,
-            request.params,
-            adapters=request.adapters,
-            n=request.n,
-            cache_salt=request.cache_salt,
-            deadline_s=request.deadline_s,
-        )
+        stream = engine.open(request)
         cancel_after = rng.randrange(20) if rng.random() < 0.2 else None
         with stream:
             for i, _ in enumerate(stream):

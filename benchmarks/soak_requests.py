@@ -40,6 +40,7 @@ class Kind:
     params: SamplingParams  # with a seed
     n: int
     cache_salt: str
+    scores: bool = False  # the prompt's tokens, which computes again what the tree has
 
     def request(self, deadline_s: float | None = None) -> loragraph.Request:
         """As the engine takes it."""
@@ -50,6 +51,7 @@ class Kind:
             n=self.n,
             cache_salt=self.cache_salt,
             deadline_s=deadline_s,
+            prompt_logprobs=0 if self.scores else None,
         )
 
 
@@ -79,7 +81,9 @@ def _kind(
     assert len(prompt) <= _MAX_PROMPT
     most = MAX_GENERATED if rng.random() < 0.3 else MAX_GENERATED // 3
     params = replace(
-        WAYS[number % len(WAYS)], max_tokens=rng.randrange(1, most + 1), seed=1000 * number
+        WAYS[number % len(WAYS)],
+        max_tokens=rng.randrange(1, most + 1),
+        seed=1000 * number,
     )
     return Kind(
         tuple(prompt),
@@ -87,6 +91,7 @@ def _kind(
         params,
         n=rng.choice([1, 1, 1, 1, 2, 3]),
         cache_salt=rng.choice(["", "", "one", "another"]),
+        scores=rng.random() < 0.15,
     )
 
 

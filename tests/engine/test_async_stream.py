@@ -237,6 +237,30 @@ def test_a_submission_cancelled_while_it_is_made(
     assert engine.stats().core.n_submitted == 0
 
 
+def test_scores_and_batches_are_those_of_threads(engine: Engine) -> None:
+    """In their order; a request that is wrong ends the others of its batch."""
+    requests = [Request(PROMPT[:n], params=GREEDY) for n in (5, 9, 17)]
+    expected = [one.tokens for one in engine.generate_batch(requests)]
+    score = engine.score(PROMPT)
+
+    async def main() -> None:
+        found = await engine.agenerate_batch(requests)
+        assert [one.tokens for one in found] == expected
+        assert (await engine.ascore(PROMPT)).logprobs == pytest.approx(score.logprobs, abs=1e-4)
+        wrong = Request(PROMPT, {"nobody": 1.0})
+        with pytest.raises(ModelNotFoundError):
+            await engine.agenerate_batch([Request(PROMPT, params=LONG), wrong])
+        await idle(engine)
+        batch = asyncio.create_task(engine.agenerate_batch([Request(PROMPT, params=LONG)] * 3))
+        await asyncio.sleep(0.05)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        await idle(engine)
+
+    run(main())
+
+
 def test_the_engine_closes_under_a_reader(model: Model) -> None:
     """Its request ends with LifecycleError."""
 

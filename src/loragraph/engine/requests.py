@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
@@ -98,6 +99,16 @@ class EngineRequests(ABC):
         assert isinstance(answer, Result)
         return answer
 
+    async def agenerate_batch(self, requests: Sequence[Request]) -> list[Result]:
+        """generate_batch() for asyncio; cancelling the task cancels the requests."""
+        tasks = [asyncio.ensure_future(self.arun(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # the first error, or a cancellation, ends the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def agenerate(self, prompt: Prompt, **options: Any) -> Result:
         """generate() for asyncio; cancelling the task cancels the request."""
         return await self.arun(_request(prompt, options))
@@ -121,6 +132,22 @@ class EngineRequests(ABC):
         self._check_open()
         request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
         (answer,) = self._client.answers([partial(self._jobs.make_score, request, start)])
+        assert isinstance(answer, Score)
+        return answer
+
+    async def ascore(
+        self,
+        prompt: Prompt,
+        adapters: Mapping[str, float] | None = None,
+        *,
+        start: int = 1,
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> Score:
+        """score() for asyncio; cancelling the task cancels the request."""
+        self._check_open()
+        request = Request(prompt, adapters, cache_salt=cache_salt, deadline_s=deadline_s)
+        answer = await self._client.answer(partial(self._jobs.make_score, request, start))
         assert isinstance(answer, Score)
         return answer
 
