@@ -11,7 +11,7 @@ import pytest
 from loragraph.engine.model import Model
 from tests.gemma import gemma_path
 from tests.numerics.compare import nmse
-from tests.numerics.runs import DEFAULT, LOWERINGS, libllama_logits, loragraph_logits, open_context
+from tests.numerics.runs import FLASH, LOWERINGS, libllama_logits, loragraph_logits, open_context
 from tests.oracle.libllama import Libllama
 from tests.tiny import TinyAdapter
 from tests.tiny_families import TinyGemma3
@@ -38,7 +38,7 @@ def test_greedy_texts_are_libllamas(base: Path) -> None:
     """With ggml's own products and flash attention: the ids and the bits of libllama's logits."""
     with (
         Model.load(base, n_threads=2) as model,
-        open_context(model, DEFAULT, lowering="branch", n_threads=2) as context,
+        open_context(model, FLASH, lowering="branch", n_threads=2) as context,
         Libllama(base, n_ctx=256, flash=True, kv_type="f16", n_threads=2) as oracle,
     ):
         for prompt in PROMPTS:
@@ -59,8 +59,8 @@ def test_an_adapter_of_every_matrix_is_libllamas(base: Path, tmp_path: Path) -> 
     TinyAdapter(b_std=0.02).write(path, SHAPE)
     with Model.load(base, n_threads=1) as model:
         tokens = model.vocab.tokenize(PROMPTS[0], add_special=True)
-    expected = libllama_logits(base, [path], [(0,), (1,)], tokens, DEFAULT)
+    expected = libllama_logits(base, [path], [(0,), (1,)], tokens, FLASH)
     assert nmse(expected[1,], expected[0,]) > 1e-2
     for lowering in LOWERINGS[:2]:
-        actual = loragraph_logits(base, [path], [(1,)], tokens, DEFAULT, lowering=lowering)[1,]
+        actual = loragraph_logits(base, [path], [(1,)], tokens, FLASH, lowering=lowering)[1,]
         assert nmse(actual, expected[1,]) <= (0 if lowering == "branch" else 5e-3), lowering
