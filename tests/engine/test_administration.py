@@ -14,11 +14,14 @@ from loragraph.adapters.mix import Mix
 from loragraph.engine import administration
 from loragraph.engine.engine import Engine
 from loragraph.engine.holds import Hold
+from loragraph.engine.model import Model
 from loragraph.errors import (
     AdapterChangedError,
     CapacityError,
     FormatError,
     InvalidRequestError,
+    LifecycleError,
+    LoragraphError,
     ModelNotFoundError,
 )
 from tests.tiny import TinyAdapter, TinyLlama
@@ -324,3 +327,111 @@ def test_a_combination_goes_only_after_those_who_wait_for_it(files: Files, cance
         while not generation.adapter.closed and time.monotonic() < deadline:
             time.sleep(0.01)
         assert generation.adapter.closed
+
+
+def test_a_combination_that_others_have_attached_ends_no_engine(
+    engine: Engine, files: Files
+) -> None:
+    """It was closed all the same, which raised on the engine's thread."""
+    generation = engine.combine("c", {"a": 1.0})
+    adapter = generation.adapter
+    assert adapter is not None
+    engine.load_adapter("other", adapter)
+    engine.preload("other")
+    expected = score(engine, "c")
+    engine.load_adapter("c", files.paths[2])
+    assert not adapter.closed
+    assert score(engine, "other") == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_adapter_under_two_names_is_combined_twice(engine: Engine, files: Files) -> None:
+    """Its scales add up, as in a mix; the last one alone counted."""
+    adapter = engine.model.load_adapter(files.paths[0])
+    engine.load_adapter("x", adapter)
+    engine.load_adapter("y", adapter)
+    engine.combine("z", {"x": 1.0, "y": 1.0})
+    assert score(engine, "z") == pytest.approx(score(engine, "x", "y"), abs=1e-4)
+    assert score(engine, "z") != pytest.approx(score(engine, "x"), abs=0.01)
+
+
+def test_a_combination_goes_with_the_last_who_waits_though_he_fails(
+    files: Files, tmp_path: Path
+) -> None:
+    """A request that ended before it had its adapters left it in memory for good."""
+    with files.engine(max_sequences=1, max_adapters=2) as engine:
+        generation = engine.combine("c", {"a": 1.0})
+        bad = tmp_path / "bad.gguf"
+        bad.write_bytes(files.paths[2].read_bytes())
+        engine.load_adapter("bad", bad)
+        bad.write_bytes(b"nothing")
+        with pytest.raises(LoragraphError):
+            engine.preload("bad")
+        first = engine.stream(TOKENS, max_tokens=200, ignore_eos=True)
+        next(first)
+        waits = engine.stream(TOKENS, adapters={"c": 1.0, "bad": 1.0}, max_tokens=2)
+        engine.unload_adapter("c")
+        first.close()
+        with pytest.raises(FormatError):
+            list(waits)
+        engine.stats()
+        assert generation.adapter is not None
+        assert generation.adapter.closed
+
+
+def test_a_combination_that_is_unloaded_before_its_request_enters(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name means nothing any more, and that is what is said."""
+    engine.combine("c", {"a": 1.0})
+    real = engine._jobs._prompt
+
+    def late(request: Any) -> Any:
+        engine.unload_adapter("c")
+        return real(request)
+
+    monkeypatch.setattr(engine._jobs, "_prompt", late)
+    with pytest.raises(ModelNotFoundError, match="unloaded"):
+        engine.generate(TOKENS, adapters={"c": 1.0}, max_tokens=1)
+
+
+def test_a_mix_with_a_closed_adapter_leaves_no_place_behind(files: Files) -> None:
+    """The file beside it was never loaded, and stayed "loading"."""
+    with files.engine(max_adapters=2) as engine:
+        adapter = engine.model.load_adapter(files.paths[2])
+        engine.load_adapter("m", adapter)
+        adapter.close()
+        with pytest.raises(LifecycleError):
+            engine.generate(TOKENS, adapters={"m": 1.0, "b": 1.0}, max_tokens=1)
+        score(engine, "b")
+        for name in ("m", "a", "b"):
+            engine.unload_adapter(name)
+        pool = engine.stats().pool
+        assert (pool.n_loading, pool.nbytes, pool.n_tickets) == (0, 0, 0)
+
+
+def test_unpinned_while_a_replacement_fails(files: Files) -> None:
+    """The pin that gave way for it came back, after unpin."""
+    with files.engine(max_adapters=1) as engine:
+        engine.pin("a")
+        old = engine.registry.resolve("a")
+        holds = engine._core.holds
+        new = Hold(engine.registry.make("a", files.paths[3]), pin=True, replaces=old)
+
+        def give_way_and_fail() -> None:
+            holds.hold(new)
+            assert old not in holds.pinned
+            holds.unpin(old)
+            holds.fail(new, FormatError("damaged"))
+
+        engine._thread.call(give_way_and_fail)
+        assert not [row for row in engine.adapters if row.pinned]
+
+
+def test_a_closed_engine_leaves_no_combination_in_its_model(files: Files) -> None:
+    """Those that still had a name stayed in a model that other engines use."""
+    with Model.load(files.base, n_threads=1) as model:
+        for _ in range(2):
+            with Engine(model, {"a": files.paths[0]}, n_ctx=256) as engine:
+                engine.combine("c", {"a": 1.0})
+                score(engine, "c")
+        assert not model.adapters

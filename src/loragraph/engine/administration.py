@@ -79,9 +79,11 @@ class EngineAdapters(ABC):
             for hold in holds:
                 self._wait_for(hold)
             resident = self._thread.call(lambda: dict(self._core.residency.adapters))
-            adapter = combine(
-                Mix({resident[generation]: scale for generation, scale in wanted.items()})
-            )
+            parts: dict[Adapter, float] = {}  # two names may mean one adapter
+            for generation, scale in wanted.items():
+                part = resident[generation]
+                parts[part] = parts.get(part, 0.0) + scale
+            adapter = combine(Mix(parts))
         finally:
             self._thread.post(lambda: self._core.holds.drop(holds))
         self.model.adopt_adapter(adapter)

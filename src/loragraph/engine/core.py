@@ -212,7 +212,7 @@ class EngineCore:
     def _admit(self) -> None:
         for job, answer in self.waiting.serve(self._has_seat, self._acquire):
             if isinstance(answer, LoragraphError):
-                self._end(job, answer)
+                self._fail(job, answer)
             elif answer is Grant.LOADING:
                 self._loading[job] = None
             else:

@@ -46,8 +46,8 @@ class Holds:
         error = self._try(hold)
         old = hold.replaces
         if isinstance(error, CapacityError) and old is not None and old in self.pinned:
-            self._gave_way[hold] = old
             self.unpin(old)
+            self._gave_way[hold] = old
             error = self._try(hold)
         if error is not None:
             self.fail(hold, error)
@@ -60,6 +60,8 @@ class Holds:
     def unpin(self, generation: Generation) -> None:
         """Takes the pins of a generation back; it may be dropped once nobody uses it."""
         self.drop([one for one in self._kept if one.pin and one.generation is generation])
+        for hold in [one for one, old in self._gave_way.items() if old is generation]:
+            del self._gave_way[hold]
 
     def drop(self, holds: Iterable[Hold]) -> None:
         """Takes holds back, those that are loading too."""

@@ -6,13 +6,19 @@ All but the loading itself happens on the engine's thread, between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from loragraph.adapters.adapter import Adapter
 from loragraph.adapters.mix import Mix
 from loragraph.engine.pool import Grant, Pool, State
 from loragraph.engine.registry import Generation, Registry, header_of, resident_bytes
-from loragraph.errors import AdapterChangedError, LoragraphError
+from loragraph.errors import (
+    AdapterChangedError,
+    LifecycleError,
+    LoragraphError,
+    ModelNotFoundError,
+)
 
 _USER = "the engine"  # what an adapter says of who uses it
 
@@ -25,6 +31,12 @@ class Slots(Protocol):
 
     def check(self, mix: Mix) -> None:
         """Raises for a mix that it cannot compute."""
+
+
+def _close(adapter: Adapter) -> None:
+    """Unless somebody else has attached it, with whom it stays until the model goes."""
+    with suppress(LifecycleError):
+        adapter.close()
 
 
 class Residency:
@@ -79,7 +91,7 @@ class Residency:
         for generation, adapter in dropped:
             adapter.detach(_USER)
             if adapter is not generation.adapter or self._is_done(generation):
-                adapter.close()
+                _close(adapter)
 
     def retire(self, generation: Generation) -> None:
         """See Pool.retire. Again when a request that wanted it has left."""
@@ -88,7 +100,7 @@ class Residency:
         absent = self.pool.state(generation) is State.ABSENT
         if adapter is not None and absent and self._is_done(generation):
             self.sync()
-            adapter.close()
+            _close(adapter)
 
     def acquire(
         self, ticket: Hashable, generations: Iterable[Generation], *, pin: bool = False
@@ -98,18 +110,24 @@ class Residency:
         Adapters that the caller gave in memory are placed at once.
         """
         wanted = {generation: generation.header.nbytes for generation in generations}
+        for generation in wanted:
+            if generation.owned and generation.adapter is not None and generation.adapter.closed:
+                raise ModelNotFoundError(f"adapter {generation.name!r} was unloaded meanwhile")
         grant = self.pool.acquire(ticket, wanted, pin=pin)
         for generation in wanted:
             if generation.retired:  # its last users: it goes with them
                 self.pool.retire(generation)
+        failed: Generation | None = None
         while self.pool.to_load:
             generation = self.pool.to_load.popleft()
             generation.load_started = self._clock()
             if generation.adapter is None:
                 self._start_load(generation)
             elif ticket in self.on_load(generation, generation.adapter):
-                self.pool.release(ticket)
-                raise self.pool.error_of(generation)
+                failed = generation
+        if failed is not None:  # after the others were started: their places wait for that
+            self.pool.release(ticket)
+            raise self.pool.error_of(failed)
         if grant is Grant.LOADING and self.pool.ready(ticket):
             return Grant.READY
         return grant
@@ -120,6 +138,9 @@ class Residency:
         for generation in list(self.adapters):
             self._evicted(generation)
         self.sync()
+        for generation in self._registry.current().values():
+            if generation.owned and generation.adapter is not None:
+                _close(generation.adapter)
 
     def check(self, mix: Mix) -> None:
         """Raises for a mix that cannot be computed: too many adapters, or a scale too large."""
