@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +92,9 @@ def test_an_adapter_that_is_not_hot_stays_on_one_replica(
     served: RayServed, http: httpx.Client
 ) -> None:
     """Twenty requests, one after the other, load it once."""
+    time.sleep(1)  # five reports: none still calls a replica busy with what ran before
     with loaded(http, "cold", "alpha.gguf"):
+        time.sleep(1)
         homes = {replica_of(http, "cold", prompt=f"prompt {i}") for i in range(20)}
         generation = generation_of(http, "cold")
         holders = [
