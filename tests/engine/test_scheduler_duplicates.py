@@ -63,6 +63,8 @@ def test_scores_of_known_prompts_in_few_cells(max_preemptions: int, seed: int) -
             runner.scheduler.add(sequence_of(tokens, (0, rng.choice(["", "", "a"])), **fields))
         runner.step()
     runner.finish_all()
+    assert runner.scheduler.stats.n_duplicate_tokens > 0
+    assert runner.scheduler.stats.n_cells_in_use == 0
 
 
 def test_cells_of_duplicates_are_counted_one_by_one() -> None:
