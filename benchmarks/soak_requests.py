@@ -81,9 +81,7 @@ def _kind(
     assert len(prompt) <= _MAX_PROMPT
     most = MAX_GENERATED if rng.random() < 0.3 else MAX_GENERATED // 3
     params = replace(
-        WAYS[number % len(WAYS)],
-        max_tokens=rng.randrange(1, most + 1),
-        seed=1000 * number,
+        WAYS[number % len(WAYS)], max_tokens=rng.randrange(1, most + 1), seed=1000 * number
     )
     return Kind(
         tuple(prompt),
